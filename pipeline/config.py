@@ -1,0 +1,297 @@
+"""Every setting of a job, its type and its default: the place to look up what a key means.
+
+Chosen values live in `conf/`; this file says what may be chosen. Plain dataclasses (not frozen:
+Hydra writes overrides into them) and Enums (Hydra refuses `Literal`). `__post_init__` holds the
+rules between keys; they fire when the job starts, not under `--cfg job`. Imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Optional
+
+# What OmegaConf calls MISSING, spelled out so that nothing here needs omegaconf.
+REQUIRED: Any = "???"
+
+
+class Dtype(str, Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Device(str, Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class LoadFormat(str, Enum):
+    auto = "auto"
+    dummy = "dummy"
+
+
+class EngineMode(str, Enum):
+    sync = "sync"
+    # Users type `async`, and OmegaConf looks an Enum up by member name; as a keyword it cannot be
+    # written as one. So the member is named by hand, and `async_` is its alias for our own code.
+    vars()["async"] = "async"
+    async_ = "async"
+
+
+class Determinism(str, Enum):
+    auto = "auto"
+    fast = "fast"
+    bitwise = "bitwise"
+
+
+class ChatMode(str, Enum):
+    model = "model"
+    none = "none"
+
+
+class OverLong(str, Enum):
+    error = "error"
+    skip = "skip"
+    truncate_left = "truncate_left"
+    truncate_right = "truncate_right"
+
+
+class TruncateAt(str, Enum):
+    token = "token"
+    line = "line"
+
+
+class SamplingDefaults(str, Enum):
+    model = "model"
+    none = "none"
+
+
+class TopkDtype(str, Enum):
+    float16 = "float16"
+    float32 = "float32"
+
+
+@dataclass
+class SourceConfig:
+    """Where rows come from. Ordinals are given by skip, limit and shuffle; then `filter` applies."""
+
+    skip: int = 0
+    limit: Optional[int] = None
+    # A seeded permutation (of the job's seed): row groups first, then rows within one.
+    shuffle: bool = False
+    # A Jinja expression over the row's columns, e.g. "language == 'en'"; false ends the row as skipped.
+    filter: Optional[str] = None
+    # Rows per unit of work: the grain of resume, and of sharing between workers.
+    unit_rows: int = 1000
+    # Accept files that came after the job's start as new units.
+    allow_append: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("source.skip", self.skip, 0)
+        _at_least("source.limit", self.limit, 0)
+        _at_least("source.unit_rows", self.unit_rows, 1)
+
+
+@dataclass
+class ParquetSource(SourceConfig):
+    # A path, glob, directory or fsspec URL, or a list of them.
+    path: Any = REQUIRED
+    storage_options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ArrowSource(SourceConfig):
+    path: Any = REQUIRED
+    storage_options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class JsonlSource(SourceConfig):
+    path: Any = REQUIRED
+    storage_options: dict[str, Any] = field(default_factory=dict)
+    # Arrow types of columns, e.g. {score: float64}. A column not named here is carried as text:
+    # strings as they are, other values as JSON.
+    schema: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class HFSource(SourceConfig):
+    """A dataset of the Hugging Face hub, or a local folder (of data files or of `save_to_disk`)."""
+
+    path: str = REQUIRED
+    name: Optional[str] = None
+    split: str = "train"
+    revision: Optional[str] = None
+    streaming: bool = False
+    data_files: Any = None
+
+
+@dataclass
+class PromptConfig:
+    """How a row becomes token ids. Exactly one of column, messages, template, input_ids."""
+
+    column: Optional[str] = None
+    messages: Optional[str] = None
+    template: Optional[str] = None
+    input_ids: Optional[str] = None
+    system: Optional[str] = None
+    # `model`: the tokenizer's chat template; `none`: the text as it is.
+    chat: ChatMode = ChatMode.model
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # The last message is an assistant's beginning; the model continues it.
+    continue_final_message: bool = False
+    # Longest prompt in tokens; null leaves room for one token below model.max_model_len.
+    max_tokens: Optional[int] = None
+    too_long: OverLong = OverLong.error
+    # Shorten this column inside the template, never the instruction around it.
+    truncate_column: Optional[str] = None
+    truncate_at: TruncateAt = TruncateAt.token
+    # Rows tokenised ahead of the engine by the background thread.
+    prefetch_rows: int = 1024
+
+    def __post_init__(self) -> None:
+        given = [n for n in ("column", "messages", "template", "input_ids") if getattr(self, n) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"prompt has {given or 'none'} of column, messages, template, input_ids: set exactly one, "
+                "e.g. prompt.column=text prompt.template=null"
+            )
+        _at_least("prompt.max_tokens", self.max_tokens, 1)
+        _at_least("prompt.prefetch_rows", self.prefetch_rows, 1)
+        if self.truncate_column is not None:
+            if self.input_ids is not None:
+                raise ValueError("prompt.truncate_column needs text: it cannot be used with prompt.input_ids")
+            if self.too_long not in (OverLong.truncate_left, OverLong.truncate_right):
+                raise ValueError(
+                    f"prompt.truncate_column={self.truncate_column} needs prompt.too_long=truncate_left or "
+                    f"truncate_right, not {self.too_long.value}"
+                )
+
+
+@dataclass
+class ModelConfig:
+    # A folder in transformers' format, or a hub name.
+    path: str = REQUIRED
+    revision: Optional[str] = None
+    tokenizer: Optional[str] = None
+    # `auto`: float32 on the CPU, the configuration's own type on a GPU.
+    dtype: Dtype = Dtype.auto
+    device: Device = Device.auto
+    # Prompt and completion together; null takes the configuration's max_position_embeddings.
+    max_model_len: Optional[int] = None
+    load_format: LoadFormat = LoadFormat.auto
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("model.max_model_len", self.max_model_len, 2)
+
+
+@dataclass
+class EngineConfig:
+    mode: EngineMode = EngineMode.async_
+    # `auto`: bitwise on the CPU, fast on a GPU.
+    determinism: Determinism = Determinism.auto
+    # Sequences in flight at once, and tokens computed in one step.
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    # KV positions per block of the paged cache.
+    block_size: int = 32
+    # KV blocks in all; null takes what kv_cache_gb holds.
+    num_blocks: Optional[int] = None
+    kv_cache_gb: float = 1.0
+    prefix_sharing: bool = True
+    # Share of a row's still possible tokens that admission sets memory aside for. At 1 no row is
+    # ever preempted; below, more rows run at once and some may have to be recomputed.
+    reserve: float = 1.0
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("engine.max_num_seqs", self.max_num_seqs, 1)
+        _at_least("engine.max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("engine.block_size", self.block_size, 1)
+        _at_least("engine.num_blocks", self.num_blocks, 2)
+        if not 0 <= self.reserve <= 1:
+            raise ValueError(f"engine.reserve={self.reserve} is a share: use a number from 0 to 1")
+
+
+@dataclass
+class SamplingConfig:
+    """Null means: the model's own value under `defaults: model`, else the neutral one."""
+
+    defaults: SamplingDefaults = SamplingDefaults.model
+    temperature: Optional[float] = None
+    top_k: Optional[int] = None
+    top_p: Optional[float] = None
+    min_p: Optional[float] = None
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    n: int = 1
+
+
+@dataclass
+class OutputConfig:
+    dir: str = REQUIRED
+    # Input columns carried into the output; null carries all, [] none.
+    columns: Optional[list[str]] = None
+    prompt: bool = True
+    prompt_ids: bool = False
+    completion_ids: bool = False
+    logprobs: bool = False
+    # Alternatives per token (0: none), with their log-probabilities and the mass left over.
+    topk: int = 0
+    topk_dtype: TopkDtype = TopkDtype.float16
+    commit_interval_s: float = 5.0
+    max_part_bytes: int = 512 * 2**20
+    # Generate again the rows that ended as errors.
+    retry_errors: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("output.topk", self.topk, 0)
+        _at_least("output.max_part_bytes", self.max_part_bytes, 1)
+        if (self.logprobs or self.topk) and not self.completion_ids:
+            raise ValueError(
+                "output.logprobs and output.topk speak of completion_ids, which are not written: "
+                "set output.completion_ids=true"
+            )
+
+
+@dataclass
+class CostConfig:
+    gpu_hour_usd: float = 5.0
+    # Stop cleanly once this much is spent; the same command with more goes on.
+    max_usd: Optional[float] = None
+
+
+@dataclass
+class ReportConfig:
+    # Seconds between lines where standard error is not a terminal.
+    interval_s: float = 10.0
+    # Completions shown at the end, and the input column with the right answer, if there is one.
+    show_completions: int = 3
+    expected_column: Optional[str] = None
+
+
+@dataclass
+class JobConfig:
+    """A whole job. `seed` feeds the sampling draws and the shuffle."""
+
+    source: SourceConfig = REQUIRED
+    prompt: PromptConfig = REQUIRED
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    cost: CostConfig = field(default_factory=CostConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    seed: int = 0
+
+
+def _at_least(key: str, value: Optional[int], least: int) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{key}={value} is too small: use {least} or more")

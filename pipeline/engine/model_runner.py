@@ -1,0 +1,236 @@
+"""Runs one step of the model: inputs in, sampled ids out.
+
+Knows tensors and the model; refuses to know sequences and the order of steps. In `bitwise`
+determinism, token and row counts are padded to sizes at which this machine's matrix products give
+each row the same bits; they are found by trying (`find_invariant_sizes`).
+
+Shapes: T = tokens of a step, N = sampled rows, S = sequence slots, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pipeline.engine.batch import StepInputs
+from pipeline.engine.block_manager import NULL_BLOCK
+from pipeline.engine.kv_cache import KVCache
+from pipeline.engine.sampler import Sampled, Sampler
+from pipeline.models.attention import AttentionContext
+from pipeline.models.cpu_attention import plan_tiles
+from pipeline.models.load import LoadedModel
+
+# Sizes that bitwise determinism may pad to. Few, so that trying them all at load stays short.
+_CANDIDATE_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+
+
+class _Recorder(dict):
+    """Tile plans made on demand for a first step, so that the windows in use become known."""
+
+    def __init__(self, make: Callable[[int | None], list[torch.Tensor]]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, window: int | None) -> list[torch.Tensor]:
+        self[window] = self._make(window)
+        return self[window]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """A step's result on the host: ids int32 [N]; logprobs and alternatives as the sampler gives them."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray | None
+    topk_ids: np.ndarray | None
+    topk_logprobs: np.ndarray | None
+
+
+class ModelRunner:
+    """model, cache and sampler of one device, and the last id sampled for each sequence slot."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        cache: KVCache,
+        sampler: Sampler,
+        *,
+        num_slots: int,
+        max_num_batched_tokens: int,
+        bitwise: bool,
+        compile: bool = False,
+    ) -> None:
+        self._loaded = loaded
+        self._cache = cache
+        self._sampler = sampler
+        self._device = loaded.device
+        # Carry-over: read by the step after the one that writes it, without a detour over the host.
+        self._last_ids = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
+        a = loaded.architecture
+        self._group_size = a.num_heads // a.num_kv_heads
+        self._forward = loaded.model
+        self._windows = self._find_windows()
+        if compile:
+            self._forward = torch.compile(loaded.model, fullgraph=True, dynamic=False)
+        self._sizes = self._usable_sizes(max_num_batched_tokens) if bitwise else None
+
+    @property
+    def padded_sizes(self) -> tuple[int, ...] | None:
+        """Row counts in use under bitwise determinism; None where nothing is padded."""
+        return self._sizes
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs) -> StepOutput:
+        """Compute one step. Sampled ids stay on the device too, for the next step's carry-over."""
+        input_ids = torch.from_numpy(inputs.input_ids).to(self._device)
+        if len(inputs.carry_tokens):
+            slots = torch.from_numpy(inputs.carry_slots).to(self._device)
+            input_ids[torch.from_numpy(inputs.carry_tokens).to(self._device)] = self._last_ids[slots]
+        logits = self._logits(input_ids, inputs)
+        if logits is None:
+            return StepOutput(np.empty(0, np.int32), None, None, None)
+        sampled = self._sampler(logits, inputs.sampling)
+        self._last_ids[torch.from_numpy(inputs.sampling.slots).to(self._device)] = sampled.ids
+        return _to_host(sampled)
+
+    def _logits(self, input_ids: torch.Tensor, inputs: StepInputs) -> torch.Tensor | None:
+        """Logits [N, V] of the sampled rows; None if no row reaches the end of what is known."""
+        num_tokens, num_sampled = len(input_ids), len(inputs.logits_index)
+        padding = self._padded(num_tokens) - num_tokens
+        context = AttentionContext(
+            keys=self._cache.keys,
+            values=self._cache.values,
+            slot_mapping=_pad(torch.from_numpy(inputs.slot_mapping), padding, NULL_BLOCK).to(self._device),
+            plans={window: self._plan(inputs, window) for window in self._windows},
+        )
+        # A step of prompt chunks alone still wants one row: the model cannot give none.
+        wanted = torch.from_numpy(inputs.logits_index) if num_sampled else torch.zeros(1, dtype=torch.int64)
+        wanted = _pad(wanted, self._padded(len(wanted)) - len(wanted), 0)
+        logits = self._call(
+            _pad(input_ids, padding, 0), _pad(torch.from_numpy(inputs.positions), padding, 0), context, wanted
+        )
+        return logits[:num_sampled] if num_sampled else None
+
+    def _call(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+        wanted: torch.Tensor,
+    ) -> torch.Tensor:
+        return self._forward(
+            input_ids=input_ids[None],
+            position_ids=positions[None].to(self._device),
+            use_cache=False,
+            logits_to_keep=wanted.to(self._device),
+            tokenmill=context,
+        ).logits[0]
+
+    def _plan(self, inputs: StepInputs, window: int | None) -> list[torch.Tensor]:
+        plans = plan_tiles(
+            inputs.starts,
+            inputs.query_lens,
+            inputs.block_tables,
+            block_size=self._cache.block_size,
+            group_size=self._group_size,
+            window=window,
+        )
+        return [tensor for plan in plans for tensor in plan.tensors()]
+
+    def _padded(self, count: int) -> int:
+        if self._sizes is None:
+            return count
+        return next((size for size in self._sizes if size >= count), count)
+
+    # ---------------------------------------------------------------- at load
+
+    @torch.inference_mode()
+    def _find_windows(self) -> tuple[int | None, ...]:
+        """Run one token per row through the model and note which sliding windows its layers ask for."""
+        rows = np.zeros(16, np.int32), np.ones(16, np.int32), np.full((16, 1), NULL_BLOCK, np.int32)
+        return tuple(self._probe(*rows)[1])
+
+    def _probe(
+        self, starts: np.ndarray, query_lens: np.ndarray, tables: np.ndarray
+    ) -> tuple[torch.Tensor, _Recorder]:
+        """One forward of equal one-token rows on the null block: logits [R, V] and the plans asked for."""
+        count = len(starts)
+
+        def make(window: int | None) -> list[torch.Tensor]:
+            plans = plan_tiles(
+                starts,
+                query_lens,
+                tables,
+                block_size=self._cache.block_size,
+                group_size=self._group_size,
+                window=window,
+            )
+            return [tensor for plan in plans for tensor in plan.tensors()]
+
+        recorder = _Recorder(make)
+        context = AttentionContext(
+            self._cache.keys, self._cache.values, torch.zeros(count, dtype=torch.int64), recorder
+        )
+        ids = torch.full((count,), min(7, self._loaded.vocab_size - 1))
+        logits = self._call(ids, torch.zeros_like(ids), context, torch.arange(count))
+        return logits, recorder
+
+    @torch.inference_mode()
+    def _usable_sizes(self, max_num_batched_tokens: int) -> tuple[int, ...]:
+        """Candidate sizes, up to the first that holds a full step, at which all rows get the same bits."""
+        largest = next((s for s in _CANDIDATE_SIZES if s >= max_num_batched_tokens), max_num_batched_tokens)
+        candidates = [s for s in (*_CANDIDATE_SIZES, largest) if s <= largest]
+        sizes = find_invariant_sizes(sorted(set(candidates)), self._rows_of)
+        if not sizes or sizes[-1] < max_num_batched_tokens:
+            raise ValueError(
+                "engine.determinism=bitwise: on this machine a row's bits depend on how many rows stand "
+                f"beside it (sizes that agree: {sizes or 'none'}, needed up to {max_num_batched_tokens}): "
+                "lower engine.max_num_batched_tokens, or use engine.determinism=fast"
+            )
+        return sizes
+
+    def _rows_of(self, size: int) -> torch.Tensor:
+        zeros = np.zeros(size, np.int32)
+        logits, _ = self._probe(zeros, zeros + 1, np.full((size, 1), NULL_BLOCK, np.int32))
+        return logits
+
+
+def find_invariant_sizes(
+    candidates: Sequence[int], rows_of: Callable[[int], torch.Tensor]
+) -> tuple[int, ...]:
+    """Sizes at which equal rows come out with equal bits, at every place and as in the first such size.
+
+    rows_of: number of rows -> [rows, V] of equal inputs.
+    """
+    sizes: list[int] = []
+    reference: torch.Tensor | None = None
+    for size in candidates:
+        rows = rows_of(size)
+        if not bool((rows == rows[:1]).all()):
+            continue
+        if reference is None:
+            reference = rows[0].clone()
+        if torch.equal(rows[0], reference):
+            sizes.append(size)
+    return tuple(sizes)
+
+
+def _pad(values: torch.Tensor, count: int, fill: int) -> torch.Tensor:
+    return torch.cat([values, values.new_full((count,), fill)]) if count else values
+
+
+def _to_host(sampled: Sampled) -> StepOutput:
+    def host(tensor: torch.Tensor | None, dtype: type) -> np.ndarray | None:
+        return None if tensor is None else tensor.cpu().numpy().astype(dtype)
+
+    ids = host(sampled.ids, np.int32)
+    assert ids is not None
+    return StepOutput(
+        ids,
+        host(sampled.logprobs, np.float32),
+        host(sampled.topk_ids, np.int32),
+        host(sampled.topk_logprobs, np.float32),
+    )

@@ -1,0 +1,356 @@
+"""Who runs in the next step, and what becomes of the step's result.
+
+Continuous batching with chunked prefill: every step takes the sequences that decode, then as much
+prefill as the token budget allows. `schedule` may be called while the last step still computes:
+its sampled tokens are counted as pending, not known. Pure Python and numpy.
+
+Memory is promised at admission: a sequence is let in only while the free blocks cover what it and
+all running ones may still come to need (`reserve` of it). Where too little was promised, the
+youngest sequence is preempted: its blocks go, its tokens stay, and it is computed again later.
+
+Shapes: R = rows (sequences) of a step, K = alternatives per token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.engine.block_manager import BlockManager, hash_blocks
+from pipeline.engine.sequence import Sequence, SequenceTable, TokenLogprobs
+from pipeline.request import FinishReason
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One step. Row r computes positions starts[r] … starts[r] + query_lens[r] - 1 of its slot.
+
+    slots, starts, query_lens: int32 [R]. sampled: bool [R], the row's last position yields a token.
+    carried: bool [R], the row's only input token is the one the step before samples. epochs: int64 [R].
+    """
+
+    slots: np.ndarray
+    epochs: np.ndarray
+    starts: np.ndarray
+    query_lens: np.ndarray
+    sampled: np.ndarray
+    carried: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_lens.sum())
+
+
+@dataclass
+class SchedulerCounters:
+    """What happened so far; tests use it to see that a feature was at work."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_shared_blocks: int = 0
+    num_prefill_chunks: int = 0
+    num_partial_prefill_chunks: int = 0
+    num_computed_tokens: int = 0
+    num_wasted_row_steps: int = 0
+
+
+class Scheduler:
+    def __init__(
+        self,
+        table: SequenceTable,
+        blocks: BlockManager,
+        *,
+        max_num_batched_tokens: int,
+        prefix_sharing: bool = True,
+        reserve: float = 1.0,
+    ) -> None:
+        self.table = table
+        self.blocks = blocks
+        self.counters = SchedulerCounters()
+        self._budget = max_num_batched_tokens
+        self._prefix_sharing = prefix_sharing
+        self._reserve = reserve
+        self._waiting: deque[Sequence] = deque()
+        # Blocks each slot was promised at admission; beyond it, growth is on its own risk.
+        self._target = np.zeros(table.num_slots, np.int32)
+        # After a preemption nobody is let in until somebody has ended: else both would trade blocks.
+        self._admission_paused = False
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return self.table.num_slots - self.table.num_free_slots
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting) or self.num_running > 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. ValueError if the whole cache could not hold it alone."""
+        needed = self.blocks.blocks_for(sequence.limit)
+        if needed > self.blocks.capacity:
+            raise ValueError(
+                f"engine.num_blocks={self.blocks.num_blocks} holds no row of {sequence.limit} tokens "
+                f"({needed} blocks): raise it (or engine.kv_cache_gb), or lower sampling.max_tokens"
+            )
+        self._waiting.append(sequence)
+
+    def drop_all(self) -> None:
+        """Forget everything that waits or runs; the prefix cache stays."""
+        self._waiting.clear()
+        for slot in [s for s, sequence in enumerate(self.table.sequences) if sequence is not None]:
+            self._free_blocks(slot)
+            self.table.release(slot)
+        self._admission_paused = False
+
+    # ---------------------------------------------------------------- planning
+
+    def schedule(self) -> Schedule | None:
+        """Plan the next step; None when nothing can run before a result comes back."""
+        decoding, prefilling = self._runnable()
+        decoding = decoding[: self._budget]
+        self._grow(decoding)
+        decoding = decoding[self.table.running[decoding]]
+        budget = self._budget - len(decoding)
+        chunks = self._continue_prefills(prefilling, budget)
+        self._admit(chunks, budget - sum(chunks.values()))
+        return self._commit(decoding, chunks)
+
+    def _runnable(self) -> tuple[np.ndarray, list[int]]:
+        """Slots with one token to compute, and those with more, the oldest first."""
+        t = self.table
+        virtual = t.length + t.pending
+        active = t.running & (virtual < t.limit) & (t.scheduled < virtual)
+        single = active & (virtual - t.scheduled == 1)
+        prefilling = np.flatnonzero(active & ~single)
+        decoding = np.flatnonzero(single)
+        if len(decoding) > self._budget:
+            # Fairness when the budget is smaller than the batch: those furthest behind go first.
+            decoding = decoding[np.argsort(t.scheduled[decoding] - t.num_prompt[decoding], kind="stable")]
+        return decoding, prefilling[np.argsort(t.admitted[prefilling])].tolist()
+
+    def _grow(self, slots: np.ndarray) -> None:
+        """One more block for each slot whose next position lies past its last block."""
+        t = self.table
+        full = slots[t.scheduled[slots] >= t.num_blocks[slots] * self.blocks.block_size]
+        for slot in full[np.argsort(t.admitted[full])].tolist():
+            while t.running[slot] and not self._take_blocks(slot, int(t.scheduled[slot]) + 1):
+                self._preempt_youngest()
+
+    def _take_blocks(self, slot: int, num_tokens: int) -> bool:
+        """Let the slot's blocks cover num_tokens positions; False (and nothing taken) if none are free."""
+        t, held = self.table, int(self.table.num_blocks[slot])
+        missing = self.blocks.blocks_for(num_tokens) - held
+        if missing <= 0:
+            return True
+        taken = self.blocks.allocate(missing)
+        if taken is None:
+            return False
+        t.block_tables[slot, held : held + missing] = taken
+        t.num_blocks[slot] = held + missing
+        return True
+
+    def _continue_prefills(self, slots: list[int], budget: int) -> dict[int, int]:
+        t = self.table
+        chunks: dict[int, int] = {}
+        for slot in slots:
+            chunk = min(int(t.length[slot] + t.pending[slot] - t.scheduled[slot]), budget)
+            if chunk <= 0:
+                break
+            # Only memory left over by others is used: a prefill in progress waits rather than preempts.
+            if t.running[slot] and self._take_blocks(slot, int(t.scheduled[slot]) + chunk):
+                chunks[slot] = chunk
+                budget -= chunk
+        if slots and not chunks and not self._anyone_else_runs(slots):
+            return self._unblock_prefill(slots[0], budget)
+        return chunks
+
+    def _anyone_else_runs(self, slots: ListOf[int]) -> bool:
+        return int(self.table.running.sum()) > sum(bool(self.table.running[s]) for s in slots)
+
+    def _unblock_prefill(self, slot: int, budget: int) -> dict[int, int]:
+        """Several half-done prefills hold all memory: the oldest gets on at the youngest's expense."""
+        t = self.table
+        chunk = min(int(t.length[slot] + t.pending[slot] - t.scheduled[slot]), budget)
+        while t.running[slot] and chunk > 0:
+            if self._take_blocks(slot, int(t.scheduled[slot]) + chunk):
+                return {slot: chunk}
+            self._preempt_youngest()
+        return {}
+
+    def _admit(self, chunks: dict[int, int], budget: int) -> None:
+        """Let waiting sequences in, first come first served, while slots, tokens and memory last."""
+        t = self.table
+        while self._waiting and t.num_free_slots and budget > 0:
+            if self._admission_paused and t.running.any():
+                return
+            sequence = self._waiting[0]
+            prefix = self._shared_prefix(sequence)
+            target = self._promise(sequence)
+            from_free = target - len(prefix) + self.blocks.num_unowned(prefix)
+            if from_free > self.blocks.num_free - self._outstanding() and t.running.any():
+                return
+            self._waiting.popleft()
+            slot = self._place(sequence, prefix, target)
+            chunk = min(int(t.length[slot] - t.scheduled[slot]), budget)
+            taken = self._take_blocks(slot, int(t.scheduled[slot]) + chunk)
+            assert taken, "admission promised blocks that are not there"
+            chunks[slot] = chunk
+            budget -= chunk
+            # Now, not after the step: a twin admitted beside it finds its K/V written before it reads.
+            self._register(slot, int(t.scheduled[slot]) + chunk)
+
+    def _shared_prefix(self, sequence: Sequence) -> list[int]:
+        """Blocks that already hold the sequence's beginning; its last token is always computed."""
+        if not self._prefix_sharing:
+            return []
+        reusable = (len(sequence.tokens) - 1) // self.blocks.block_size
+        if len(sequence.block_hashes) < reusable:
+            sequence.block_hashes[:] = hash_blocks(
+                sequence.tokens, self.blocks.block_size, sequence.block_hashes, reusable
+            )
+        return self.blocks.find_prefix(sequence.block_hashes[:reusable])
+
+    def _promise(self, sequence: Sequence) -> int:
+        """Blocks set aside for a sequence: what it has, and `reserve` of what it may still become."""
+        known = len(sequence.tokens)
+        return self.blocks.blocks_for(known + int(self._reserve * (sequence.limit - known)))
+
+    def _outstanding(self) -> int:
+        """Blocks promised to running sequences and not yet taken."""
+        t = self.table
+        return int(np.maximum(self._target - t.num_blocks, 0)[t.running].sum())
+
+    def _place(self, sequence: Sequence, prefix: list[int], target: int) -> int:
+        slot, t = self.table.place(sequence), self.table
+        self.blocks.share(prefix)
+        t.block_tables[slot, : len(prefix)] = prefix
+        t.num_blocks[slot] = len(prefix)
+        t.scheduled[slot] = len(prefix) * self.blocks.block_size
+        self._target[slot] = target
+        self.counters.num_shared_blocks += len(prefix)
+        return slot
+
+    def _register(self, slot: int, num_scheduled: int) -> None:
+        """Name the slot's full blocks below num_scheduled by their hashes, for others to share."""
+        if not self._prefix_sharing:
+            return
+        sequence = self.table.sequences[slot]
+        assert sequence is not None
+        full = min(num_scheduled // self.blocks.block_size, len(sequence.block_hashes))
+        for i in range(full):
+            self.blocks.register(int(self.table.block_tables[slot, i]), sequence.block_hashes[i])
+
+    def _commit(self, decoding: np.ndarray, chunks: dict[int, int]) -> Schedule | None:
+        """Turn the choice into arrays and count it as scheduled."""
+        t = self.table
+        chunks = {slot: n for slot, n in chunks.items() if t.running[slot]}
+        slots = np.concatenate([decoding, np.fromiter(chunks, np.int64, len(chunks))]).astype(np.int32)
+        if not len(slots):
+            return None
+        query_lens = np.ones(len(slots), np.int32)
+        query_lens[len(decoding) :] = list(chunks.values())
+        starts = t.scheduled[slots].copy()
+        # A carried row computes the position of a token that the host does not know yet.
+        carried = starts >= t.length[slots]
+        t.scheduled[slots] += query_lens
+        for slot in chunks:
+            self._register(slot, int(t.scheduled[slot]))
+        sampled = t.scheduled[slots] == t.length[slots] + t.pending[slots]
+        t.pending[slots] += sampled
+        self._count(query_lens, sampled, len(chunks))
+        return Schedule(slots, t.epoch[slots].copy(), starts, query_lens, sampled, carried)
+
+    def _count(self, query_lens: np.ndarray, sampled: np.ndarray, num_chunks: int) -> None:
+        c = self.counters
+        c.num_steps += 1
+        c.num_computed_tokens += int(query_lens.sum())
+        c.num_prefill_chunks += num_chunks
+        c.num_partial_prefill_chunks += int((~sampled).sum())
+
+    # ---------------------------------------------------------------- preemption
+
+    def _preempt_youngest(self) -> None:
+        t = self.table
+        running = np.flatnonzero(t.running)
+        slot = int(running[np.argmax(t.admitted[running])])
+        self.counters.num_preemptions += 1
+        self._admission_paused = True
+        self._name_generated_blocks(slot)
+        self._free_blocks(slot)
+        t.running[slot] = False
+        if not t.pending[slot]:
+            self._return(slot)
+        # Otherwise its token is still on the way: the slot drains until `update` brings it.
+
+    def _name_generated_blocks(self, slot: int) -> None:
+        """Let the preempted find its own blocks again, if they are still unused when it returns."""
+        t, sequence = self.table, self.table.sequences[slot]
+        if not self._prefix_sharing or sequence is None:
+            return
+        known = min(int(t.length[slot]), int(t.scheduled[slot]))
+        # The list is shared between the samples of a request; generated tokens are this one's alone.
+        sequence.block_hashes = hash_blocks(
+            t.tokens[slot, :known], self.blocks.block_size, sequence.block_hashes
+        )
+        self._register(slot, known)
+
+    def _return(self, slot: int) -> None:
+        """Back to the front of the queue, with all tokens known so far."""
+        self._free_blocks(slot)
+        self._waiting.appendleft(self.table.release(slot))
+
+    def _free_blocks(self, slot: int) -> None:
+        t = self.table
+        self.blocks.free(t.block_tables[slot, : t.num_blocks[slot]].tolist())
+        t.num_blocks[slot] = 0
+        self._target[slot] = 0
+
+    # ---------------------------------------------------------------- results
+
+    def update(
+        self, schedule: Schedule, ids: np.ndarray, logprobs: TokenLogprobs | None = None
+    ) -> list[Sequence]:
+        """Take a step's sampled ids, int32 [number of sampled rows]; return the sequences that ended."""
+        t = self.table
+        slots = schedule.slots[schedule.sampled]
+        current = t.epoch[slots] == schedule.epochs[schedule.sampled]
+        # The others ended one step ago, by a token that was not known when this step was planned.
+        self.counters.num_wasted_row_steps += int((~current).sum())
+        slots, ids = slots[current], ids[current]
+        if logprobs is not None and not current.all():
+            logprobs = TokenLogprobs(
+                logprobs.logprobs[current], logprobs.topk_ids[current], logprobs.topk_logprobs[current]
+            )
+        t.append(slots, ids, logprobs)
+        finished = [self._finish(slot, reason) for slot, reason in self._ended(slots, ids)]
+        for slot in slots[~t.running[slots]].tolist():
+            if t.sequences[slot] is not None:
+                self._return(slot)
+        return finished
+
+    def _ended(self, slots: np.ndarray, ids: np.ndarray) -> list[tuple[int, FinishReason]]:
+        t = self.table
+        stopped = (t.stop_ids[slots] == ids[:, None]).any(axis=1) & (t.length[slots] >= t.min_length[slots])
+        for r in np.flatnonzero(t.has_stop_strings[slots] & ~stopped).tolist():
+            sequence = t.sequences[slots[r]]
+            assert sequence is not None and sequence.matcher is not None
+            stopped[r] = sequence.matcher.feed(int(ids[r]), sequence.request.params.min_tokens)
+        over = stopped | (t.length[slots] >= t.limit[slots])
+        return [
+            (int(slots[r]), FinishReason.STOP if stopped[r] else FinishReason.LENGTH)
+            for r in np.flatnonzero(over).tolist()
+        ]
+
+    def _finish(self, slot: int, reason: FinishReason) -> Sequence:
+        self._free_blocks(slot)
+        self._admission_paused = False
+        sequence = self.table.release(slot)
+        sequence.finish_reason = reason
+        return sequence

@@ -1,0 +1,102 @@
+"""Two batches in turn: while one computes, the next is prepared.
+
+All concurrency of the engine lives here. On the CPU a worker thread stands where a GPU has its
+streams: steps run one after the other in the order they were launched, and an event tells when a
+result is there. Knows threads and hand-over; refuses to know what a step computes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Inputs = TypeVar("Inputs")
+Output = TypeVar("Output")
+
+
+class BatchSlot(Generic[Inputs, Output]):
+    """One step between launch and result. `done` is set when `output` or `error` is there."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.done.set()
+        self.inputs: Inputs | None = None
+        self.output: Output | None = None
+        self.error: BaseException | None = None
+
+    def fill(self, inputs: Inputs) -> None:
+        # Its buffers may be overwritten only after the step that reads them is over.
+        assert self.done.is_set(), "the slot's step is still running"
+        self.inputs, self.output, self.error = inputs, None, None
+        self.done.clear()
+
+    def compute(self, step: Callable[[Inputs], Output]) -> None:
+        assert self.inputs is not None
+        try:
+            self.output = step(self.inputs)
+        except BaseException as error:  # handed to whoever waits for the result
+            self.error = error
+        finally:
+            self.done.set()
+
+    def result(self) -> Output:
+        """Block until the step is over; raise here what it raised there."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.output is not None
+        return self.output
+
+
+class BatchSlots(Generic[Inputs, Output]):
+    """Launches steps in order and keeps two in the air (`async`), or one (`sync`).
+
+    busy_seconds: time spent in steps so far. Use as a context manager: leaving ends the thread.
+    """
+
+    def __init__(self, step: Callable[[Inputs], Output], *, overlap: bool) -> None:
+        self._step = step
+        self._slots: tuple[BatchSlot[Inputs, Output], ...] = (BatchSlot(), BatchSlot())
+        self._next = 0
+        self._queue: queue.SimpleQueue[BatchSlot[Inputs, Output] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.busy_seconds = 0.0
+        if overlap:
+            self._thread = threading.Thread(target=self._work, name="tokenmill-steps", daemon=True)
+            self._thread.start()
+
+    def launch(self, inputs: Inputs) -> BatchSlot[Inputs, Output]:
+        """Start a step after those launched before; with overlap, return at once."""
+        slot = self._slots[self._next]
+        self._next = 1 - self._next
+        slot.fill(inputs)
+        if self._thread is None:
+            self._timed(slot)
+        else:
+            self._queue.put(slot)
+        return slot
+
+    def _timed(self, slot: BatchSlot[Inputs, Output]) -> None:
+        started = time.perf_counter()
+        slot.compute(self._step)
+        self.busy_seconds += time.perf_counter() - started
+
+    def _work(self) -> None:
+        while (slot := self._queue.get()) is not None:
+            self._timed(slot)
+
+    def close(self) -> None:
+        """Let the steps in the air end, then the thread."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def __enter__(self) -> BatchSlots[Inputs, Output]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

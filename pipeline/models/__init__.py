@@ -1,0 +1,1 @@
+"""How a transformers model is loaded, checked, and its attention replaced."""
