@@ -7,7 +7,7 @@ on the device. Knows the loop; each of its parts knows the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,27 +114,30 @@ class Engine:
             counters=replace(self._scheduler.counters),
         )
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+    def generate(
+        self, requests: Iterable[Request], should_stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[Completion]:
         """Yield every sample of every request as it finishes.
 
-        requests are pulled lazily, a batch ahead. Closing the iterator early drops what is in
-        flight; the engine can be used again. One generate at a time: a second raises RuntimeError.
+        requests are pulled lazily, a batch ahead. should_stop is asked once a step; when it says yes,
+        or the iterator is closed early, what is in flight is dropped and the engine can be used again.
+        One generate at a time: a second raises RuntimeError.
         """
         if self._slots is not None:
             raise RuntimeError("the engine is already generating: exhaust or close that iterator first")
         self._slots = BatchSlots(self._runner.run, overlap=self.config.mode is EngineMode.async_)
         try:
             with self._slots:
-                yield from self._loop(_Feed(requests))
+                yield from self._loop(_Feed(requests), should_stop)
         finally:
             self._busy_before += self._slots.busy_seconds
             self._slots = None
             self._scheduler.drop_all()
 
-    def _loop(self, feed: _Feed) -> Iterator[Completion]:
+    def _loop(self, feed: _Feed, should_stop: Callable[[], bool]) -> Iterator[Completion]:
         assert self._slots is not None
         in_flight: tuple[Schedule, BatchSlot[StepInputs, StepOutput]] | None = None
-        while True:
+        while not should_stop():
             yield from self._take_in(feed)
             schedule = self._scheduler.schedule()
             launched = None

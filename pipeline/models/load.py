@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from pipeline.config import Device, Dtype, LoadFormat, ModelConfig
-from pipeline.models.architecture import Architecture, UnsupportedModel, read_architecture
+from pipeline.models.architecture import Architecture, read_architecture
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.self_check import check_architecture
 
@@ -75,22 +75,43 @@ def read_generation_config(config: ModelConfig) -> GenerationConfig | None:
         return None
 
 
-def load_model(config: ModelConfig, tokenizer: Any = None) -> LoadedModel:
-    """Check the architecture, then read the weights.
+@dataclass(frozen=True)
+class InspectedModel:
+    """What is known of a model before its weights are read: it can run, and how long its rows may be."""
+
+    hf_config: Any
+    generation_config: GenerationConfig | None
+    architecture: Architecture
+    max_model_len: int
+
+
+def inspect_model(config: ModelConfig) -> InspectedModel:
+    """Read and check all but the weights.
 
     Raises UnsupportedModel for what the engine cannot run, ValueError for what cannot be read.
     """
     hf_config = read_config(config)
     architecture = read_architecture(hf_config)
     check_architecture(hf_config, config.trust_remote_code)
+    resolve_device(config.device)
+    return InspectedModel(
+        hf_config, read_generation_config(config), architecture, _max_model_len(config, architecture)
+    )
+
+
+def load_model(
+    config: ModelConfig, tokenizer: Any = None, inspected: InspectedModel | None = None
+) -> LoadedModel:
+    """Inspect the model unless that was done, then read the weights. Raises as `inspect_model`."""
+    inspected = inspected or inspect_model(config)
     device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, hf_config, device)
-    model = _read_weights(config, hf_config, dtype).to(device).eval().requires_grad_(False)
+    dtype = resolve_dtype(config.dtype, inspected.hf_config, device)
+    model = _read_weights(config, inspected.hf_config, dtype).to(device).eval().requires_grad_(False)
     return wrap_model(
         model,
         tokenizer=tokenizer,
-        generation_config=read_generation_config(config),
-        max_model_len=_max_model_len(config, architecture),
+        generation_config=inspected.generation_config,
+        max_model_len=inspected.max_model_len,
     )
 
 
@@ -181,14 +202,3 @@ def _explain_missing(path: str, name: str) -> str:
     if not folder.exists() and path.startswith((".", "/", "~")):
         return "there is no such folder. "
     return ""
-
-
-__all__ = [
-    "LoadedModel",
-    "UnsupportedModel",
-    "load_model",
-    "load_tokenizer",
-    "read_config",
-    "read_generation_config",
-    "wrap_model",
-]

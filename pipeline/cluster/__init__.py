@@ -1,0 +1,1 @@
+"""How a worker lives among others: signals it obeys."""

@@ -1,0 +1,1 @@
+"""Rows in, completions out: sources, order, prompts, parts, journals. Never imports torch."""

@@ -1,0 +1,51 @@
+"""The whole flow on one screen: rows -> requests -> engine -> writer -> commit.
+
+`run_job` reads from top to bottom; `prepare.py` holds what has to be found out first.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from pipeline.cluster.signals import StopSignals
+from pipeline.config import JobConfig
+from pipeline.data.prefetch import Prefetch
+from pipeline.prepare import PreparedJob, prepare
+from pipeline.report.budget import Budget
+from pipeline.report.outcome import Outcome
+from pipeline.report.progress import ProgressDisplay
+from pipeline.report.summary import closing_summary, start_block
+
+
+def run_job(config: JobConfig, worker: str = "w0") -> Outcome:
+    """Run a job, or go on with it, until it is complete or told to stop.
+
+    Raises ValueError or OSError for what the user can mend; completions finished by then are kept.
+    """
+    started = time.time()
+    with prepare(config) as job:
+        print(start_block(job.facts, job.sampling, job.first_prompt), file=sys.stderr)
+        outcome = Outcome(config, job.remaining.num_results, job.num_results, started)
+        if job.remaining.num_results:
+            _generate(config, job, outcome, worker)
+    print(
+        "\n\n".join(filter(None, [outcome.showcase.text(), closing_summary(outcome.summary(), config.cost)]))
+    )
+    return outcome
+
+
+def _generate(config: JobConfig, job: PreparedJob, outcome: Outcome, worker: str) -> None:
+    engine = job.load_engine()
+    budget = Budget(config.cost, outcome.started)
+    with (
+        StopSignals() as signals,
+        job.writer(worker, outcome.started) as writer,
+        Prefetch(job.requests(), config.prompt.prefetch_rows) as requests,
+        ProgressDisplay(job.num_results, config.report, config.cost, outcome.rows_before) as display,
+    ):
+        for completion in engine.generate(requests, lambda: bool(signals.received) or budget.spent):
+            writer.append(completion)
+            outcome.add(completion)
+            display.update(outcome.progress(engine.stats))
+        outcome.stopped_by = signals.received or budget.reason

@@ -1,0 +1,135 @@
+"""The text at a job's start and at its end. Plain values in, text out."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config import CostConfig
+from pipeline.report.cost import dollars, dollars_per_million, money
+from pipeline.report.progress import duration_text
+
+_SHOWN_CHARS = 600
+
+
+@dataclass(frozen=True)
+class ResolvedValue:
+    """A setting as it applies, and where it came from: `sampling.temperature`, `generation_config`, ..."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+def start_block(
+    facts: Mapping[str, object], sampling: Sequence[ResolvedValue], first_prompt: str | None
+) -> str:
+    """What is about to run. facts: label -> value, in the order to show (model, input, output, ...).
+
+    first_prompt: the first row's as the model will see it; None when there is no row left to do.
+    """
+    lines = _table([(label, str(value)) for label, value in facts.items()])
+    lines.append("sampling")
+    lines += _table([(v.key, f"{v.value}  ({v.origin})") for v in sampling], indent="  ")
+    if first_prompt is not None:
+        lines += ["first prompt", textwrap.indent(shortened(first_prompt), "  | ", lambda line: True)]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended. Rows, tokens and seconds are this process's; rows_left those of the whole job."""
+
+    output_dir: str
+    rows_by_reason: Mapping[str, int]
+    rows_before: int
+    rows_left: int
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+
+
+def closing_summary(run: RunSummary, cost: CostConfig) -> str:
+    """What was done, what it cost, where it is and how to go on."""
+    spent = dollars(run.seconds, cost.gpu_hour_usd)
+    per_million = dollars_per_million(spent, run.completion_tokens)
+    rate = run.completion_tokens / run.seconds if run.seconds > 0 else 0.0
+    entries = [
+        ("rows", _rows(run)),
+        ("tokens", f"{run.prompt_tokens:,} in, {run.completion_tokens:,} out"),
+        ("time", f"{duration_text(run.seconds)}, {rate:,.0f} output tokens/s"),
+    ]
+    if cost.gpu_hour_usd > 0 and per_million is not None:
+        price = f"{money(cost.gpu_hour_usd)} a GPU-hour"
+        entries.append(("cost", f"{money(spent)}, {money(per_million)} per million output tokens ({price})"))
+    entries.append(("output", run.output_dir))
+    return "\n".join(_table(entries) + _next_steps(run))
+
+
+def _rows(run: RunSummary) -> str:
+    by_reason = ", ".join(f"{count:,} {reason}" for reason, count in run.rows_by_reason.items() if count)
+    text = f"{sum(run.rows_by_reason.values()):,} now" + (f" ({by_reason})" if by_reason else "")
+    if run.rows_before:
+        text += f", {run.rows_before:,} before"
+    return text + (f", {run.rows_left:,} to do" if run.rows_left else ", none to do")
+
+
+def _next_steps(run: RunSummary) -> list[str]:
+    folder = run.output_dir
+    steps = [("as it is", f'pipeline.open_parts("{folder}").to_table()')]
+    if run.rows_left:
+        return ["next"] + _table([("go on", "the same command again"), *steps], indent="  ")
+    steps += [
+        ("prove it", f"tokenmill verify {folder}"),
+        ("one dataset", f"tokenmill finalize {folder}"),
+        ("open that", f'datasets.load_from_disk("{folder.rstrip("/")}/dataset")'),
+    ]
+    return ["next"] + _table(steps, indent="  ")
+
+
+class Showcase:
+    """Keeps the first few completions to show, and counts right answers where one is known."""
+
+    def __init__(self, num_shown: int) -> None:
+        self._num_shown = num_shown
+        self._shown: list[tuple[str, str, str | None]] = []
+        self._num_checked = 0
+        self._num_right = 0
+
+    def add(self, prompt: str | None, completion: str | None, expected: object = None) -> None:
+        """expected: the value of report.expected_column; None where there is no right answer."""
+        answer = None if expected is None else str(expected).strip()
+        if answer is not None:
+            self._num_checked += 1
+            self._num_right += (completion or "").strip() == answer
+        if len(self._shown) < self._num_shown:
+            self._shown.append((prompt or "", completion or "", answer))
+
+    def text(self) -> str:
+        """The completions and the score; empty when nothing was added."""
+        lines = []
+        for prompt, completion, answer in self._shown:
+            right = answer is None or completion.strip() == answer
+            remark = "" if right else f"   (expected: {shortened(answer or '')})"
+            lines += [f"> {shortened(prompt)}", textwrap.indent(shortened(completion) + remark, "  "), ""]
+        if self._num_checked:
+            share = self._num_right / self._num_checked
+            lines.append(
+                f"{self._num_right:,} of {self._num_checked:,} checked answers are right ({share:.1%})"
+            )
+        return "\n".join(lines).rstrip()
+
+
+def shortened(text: str, limit: int = _SHOWN_CHARS) -> str:
+    """`text`, its middle left out when it is long: the two ends say most about a prompt."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} … [{len(text) - 2 * half:,} characters] … {text[-half:]}"
+
+
+def _table(entries: Sequence[tuple[str, str]], indent: str = "") -> list[str]:
+    width = max((len(label) for label, _ in entries), default=0)
+    return [f"{indent}{label:<{width}}  {value}" for label, value in entries]

@@ -1,0 +1,59 @@
+"""Fixtures that more than one room's tests use."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import JobConfig
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """How a command ended, and the jobs it would have run."""
+
+    code: int
+    out: str
+    err: str
+    jobs: list[JobConfig]
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[Callable[..., CommandResult]]:
+    """`command("conf=demo", ...)`: the command line in an empty directory, the job itself replaced.
+
+    `job=` replaces it with something else than a note of its configuration.
+    """
+    from pipeline.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("HYDRA_FULL_ERROR", "TOKENMILL_TRACEBACK", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.setenv(name, "")  # so that what a run sets is undone
+        monkeypatch.delenv(name)
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+
+    def run(*arguments: str, job: Callable[[JobConfig], object] | None = None) -> CommandResult:
+        jobs: list[JobConfig] = []
+        fake = types.ModuleType("pipeline.job")
+        fake.run_job = job or jobs.append  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "pipeline.job", fake)
+        monkeypatch.setattr(sys, "argv", ["tokenmill", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return CommandResult(code, captured.out, captured.err, jobs)
+
+    yield run
+    root.handlers[:], root.level = handlers, level

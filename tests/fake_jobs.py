@@ -1,0 +1,216 @@
+"""Small jobs without a model: a source of made-up rows, completions that follow from them, faults of disks.
+
+Everything is a function of the row, so that two runs of one job must give the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.config import OutputConfig, ParquetSource
+from pipeline.data import durable
+from pipeline.data.plan import JobPlan
+from pipeline.data.progress import JobDirectory
+from pipeline.data.prompts import PromptRow
+from pipeline.data.rows import Row, read_rows
+from pipeline.data.source import BATCH_ROWS, Block, InputIndex, input_file
+from pipeline.request import Completion, FinishReason, Request, RowError, SamplingParams
+
+PARAMS = SamplingParams()
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("text", pa.string()),
+        ("score", pa.float64()),
+        ("tags", pa.list_(pa.string())),
+        ("kind", pa.dictionary(pa.int8(), pa.string())),
+    ]
+)
+
+
+@dataclass
+class FakeSource:
+    """Files of blocks of made-up rows. Ids repeat, scores are null at first and NaN at times."""
+
+    files: Sequence[Sequence[int]] = ((10, 10, 5), (7,))
+    # what a changed source would give: (file, row) -> text
+    altered: dict[tuple[int, int], str] = field(default_factory=dict)
+    schema: pa.Schema = SCHEMA
+
+    def scan(self) -> InputIndex:
+        files = [
+            input_file(
+                number, f"part-{number}.parquet", 100 + sum(blocks), f"digest-{number}", _located(blocks)
+            )
+            for number, blocks in enumerate(self.files)
+        ]
+        return InputIndex(tuple(files), self.schema)
+
+    def check(self, index: InputIndex) -> None:
+        if index.files != self.scan().files:
+            raise ValueError("the input changed")
+
+    def read(self, block: Block, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        for begin in range(0, block.num_rows, BATCH_ROWS):
+            rows = range(block.first_row + begin, block.first_row + min(begin + BATCH_ROWS, block.num_rows))
+            values = [self._values(block.file, row) for row in rows]
+            arrays = [
+                pa.array(
+                    [value[self.schema.names.index(name)] for value in values], self.schema.field(name).type
+                )
+                for name in columns
+            ]
+            yield pa.RecordBatch.from_arrays(arrays, names=list(columns))
+
+    def _values(self, file: int, row: int) -> tuple[object, ...]:
+        text = self.altered.get((file, row), f"text {file}/{row}")
+        score = None if row < 5 else float("nan") if row % 7 == 0 else row / 2
+        return f"id{row % 3}", text, score, None if row % 4 == 0 else ["a", text], f"kind{row % 2}"
+
+
+def _located(blocks: Sequence[int]) -> list[tuple[int, int | None]]:
+    return list(zip(blocks, range(len(blocks)), strict=True))
+
+
+def plan(
+    source: FakeSource,
+    samples: int = 1,
+    unit_rows: int = 4,
+    shuffle: bool = False,
+    fingerprint: dict[str, object] | None = None,
+    **output: object,
+) -> JobPlan:
+    return JobPlan(
+        source=ParquetSource(path="unused", unit_rows=unit_rows, shuffle=shuffle),
+        output=OutputConfig(dir="unused", **output),  # type: ignore[arg-type]
+        seed=7,
+        samples=samples,
+        fingerprint=fingerprint or {"sampling.temperature": 0.7},
+        provenance={"version": "0.1.0"},
+    )
+
+
+def complete(row: Row, sample: int, failing: Callable[[int], bool] = lambda ordinal: False) -> Completion:
+    """What a model would make of a row: a function of row and sample."""
+    request = Request(
+        key=row.key,
+        prompt_ids=np.arange(row.key.row % 5 + 1, dtype=np.int32),
+        params=PARAMS,
+        prompt=f"say {row.key}",
+        payload=PromptRow(row, 0),
+    )
+    if failing(row.ordinal):
+        return Completion(request, sample, FinishReason.ERROR, error=RowError("made_up", "on purpose"))
+    if row.key.row % 11 == 10:
+        return Completion(request, sample, FinishReason.SKIPPED)
+    ids = np.arange(row.key.row % 3 + 1, dtype=np.int32) + sample
+    return Completion(
+        request,
+        sample,
+        FinishReason.STOP,
+        ids,
+        f"said {row.key} {sample}",
+        logprobs=np.full(len(ids), -0.5, np.float32),
+        topk_ids=np.stack([ids, ids + 1], axis=1),
+        topk_logprobs=np.log(np.full((len(ids), 2), 0.25, np.float32)),
+    )
+
+
+@dataclass
+class Run:
+    """One start of a job, for as many results as wanted, committing every few."""
+
+    path: Path
+    source: FakeSource
+    plan: JobPlan
+    commit_every: int = 3
+    retry_errors: bool = False
+    failing: Callable[[int], bool] = lambda ordinal: False
+    max_part_bytes: int = 512 * 2**20
+
+    def start(self, stop_after: int | None = None) -> list[tuple[int, int]]:
+        """Generates what is left, or `stop_after` results and then vanishes without a word.
+
+        Returns the (ordinal, sample) that were generated.
+        """
+        index = JobDirectory.stored_index(self.path) or self.source.scan()
+        directory = JobDirectory.open(self.path, self.plan, index)
+        output = OutputConfig(dir=str(self.path), commit_interval_s=1e9, max_part_bytes=self.max_part_bytes)
+        remaining = directory.remaining(self.retry_errors)
+        writer = directory.writer(output, remaining)
+        columns = directory.index.schema.names
+        made: list[tuple[int, int]] = []
+        try:
+            for row in read_rows(self.source, directory.order, remaining.ranges(), columns):
+                for sample in remaining.samples(row):
+                    if len(made) == stop_after:
+                        return made
+                    writer.append(complete(row, sample, self.failing))
+                    made.append((row.ordinal, sample))
+                    if len(made) % self.commit_every == 0:
+                        writer.commit()
+            writer.close()
+            return made
+        finally:
+            directory.close()
+
+
+class Crash(BaseException):
+    """The end of a process as its own code sees it: no handler for errors is to catch it."""
+
+
+class Disk:
+    """Stands in for the operations of `durable` and ends the process before or after the n-th of them.
+
+    `power_cut` then takes away what no fsync had made durable: the tails of files, and whole new names.
+    """
+
+    STEPS = ("create", "write", "fsync_file", "fsync_directory", "rename")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path, crash_at: int | None = None) -> None:
+        self.steps: list[str] = []
+        self._root = root
+        self._crash_at = crash_at
+        self._synced: dict[Path, int] = {}
+        self._named: set[Path] = set(root.rglob("*")) if root.exists() else set()
+        self._before = set(self._named)
+        for name in self.STEPS:
+            monkeypatch.setattr(durable, name, self._watched(name, getattr(durable, name)))
+
+    def _watched(self, name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def step(*arguments: object) -> object:
+            self._tick(name, "before")
+            result = real(*arguments)
+            if name == "fsync_file":
+                path = Path(os.readlink(f"/proc/self/fd/{arguments[0]}"))
+                self._synced[path] = path.stat().st_size
+            if name == "fsync_directory":
+                self._named.update(Path(str(arguments[0])).iterdir())
+            if name == "rename":
+                self._synced[Path(str(arguments[1]))] = self._synced.pop(Path(str(arguments[0])), 0)
+            self._tick(name, "after")
+            return result
+
+        return step
+
+    def _tick(self, name: str, when: str) -> None:
+        if self._crash_at is not None and len(self.steps) >= self._crash_at:
+            # a dead process does nothing more, whatever its handlers try
+            raise Crash(f"{when} {name}")
+        self.steps.append(f"{when} {name}")
+
+    def power_cut(self) -> None:
+        for path in [path for folder in ("parts", "journal") for path in (self._root / folder).glob("*")]:
+            if path in self._before:
+                continue
+            if path not in self._named:
+                path.unlink()
+            else:
+                os.truncate(path, min(path.stat().st_size, self._synced.get(path, 0)))
