@@ -1,4 +1,4 @@
-"""The console script: `tokenmill [run] key=value ...` and `tokenmill status|verify|finalize DIR`.
+"""The console script: `tokenmill [run|prefetch] key=value ...` and `tokenmill status|verify|finalize DIR`.
 
 Knows: which verb is which module. Each verb is also a module of its own, `python -m pipeline.<verb>`.
 """
@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 
-VERBS = ("run", "status", "verify", "finalize")
+VERBS = ("run", "prefetch", "status", "verify", "finalize")
 
 
 def main() -> None:

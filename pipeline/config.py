@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Optional
 
+# Mappings are typed Any and null by default: OmegaConf lets nobody add a key to a typed one from the
+# command line. Those who read them take `mapping(key, value)`.
+
 # What OmegaConf calls MISSING, spelled out so that nothing here needs omegaconf.
 REQUIRED: Any = "???"
 
@@ -45,6 +48,14 @@ class Determinism(str, Enum):
     auto = "auto"
     fast = "fast"
     bitwise = "bitwise"
+
+
+class Attention(str, Enum):
+    auto = "auto"
+    eager = "eager"
+    sdpa = "sdpa"
+    flash_attention_2 = "flash_attention_2"
+    flash_attention_3 = "flash_attention_3"
 
 
 class ChatMode(str, Enum):
@@ -99,22 +110,22 @@ class SourceConfig:
 class ParquetSource(SourceConfig):
     # A path, glob, directory or fsspec URL, or a list of them.
     path: Any = REQUIRED
-    storage_options: dict[str, Any] = field(default_factory=dict)
+    storage_options: Any = None
 
 
 @dataclass
 class ArrowSource(SourceConfig):
     path: Any = REQUIRED
-    storage_options: dict[str, Any] = field(default_factory=dict)
+    storage_options: Any = None
 
 
 @dataclass
 class JsonlSource(SourceConfig):
     path: Any = REQUIRED
-    storage_options: dict[str, Any] = field(default_factory=dict)
+    storage_options: Any = None
     # Arrow types of columns, e.g. {score: float64}. A column not named here is carried as text:
     # strings as they are, other values as JSON.
-    schema: dict[str, str] = field(default_factory=dict)
+    schema: Any = None
 
 
 @dataclass
@@ -140,7 +151,8 @@ class PromptConfig:
     system: Optional[str] = None
     # `model`: the tokenizer's chat template; `none`: the text as it is.
     chat: ChatMode = ChatMode.model
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # For the template, e.g. {enable_thinking: false}.
+    chat_template_kwargs: Any = None
     # The last message is an assistant's beginning; the model continues it.
     continue_final_message: bool = False
     # Longest prompt in tokens; null leaves room for one token below model.max_model_len.
@@ -173,9 +185,14 @@ class PromptConfig:
 
 @dataclass
 class ModelConfig:
-    # A folder in transformers' format, or a hub name.
+    # A folder in transformers' format, a hub name, or a GGUF file in either (FOLDER/file.gguf).
     path: str = REQUIRED
+    # A branch, tag or commit of the hub; a job keeps the commit it found at its first start.
     revision: Optional[str] = None
+    # The GGUF file in model.path; its weights are unpacked as they are loaded.
+    gguf_file: Optional[str] = None
+    # A folder in peft's format with a LoRA adapter for the model, merged into the weights at load.
+    adapter: Optional[str] = None
     tokenizer: Optional[str] = None
     # `auto`: float32 on the CPU, the configuration's own type on a GPU.
     dtype: Dtype = Dtype.auto
@@ -187,6 +204,20 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _at_least("model.max_model_len", self.max_model_len, 2)
+        if self.path.endswith(".gguf"):
+            if self.gguf_file is not None:
+                raise ValueError(
+                    f"model.path={self.path} is a GGUF file: leave model.gguf_file={self.gguf_file} out"
+                )
+            folder, _, self.gguf_file = self.path.rpartition("/")
+            # One form from here on, for all that open the folder.
+            self.path = folder or "."
+        if self.gguf_file is not None and not self.gguf_file.endswith(".gguf"):
+            raise ValueError(f"model.gguf_file={self.gguf_file} is no name of a GGUF file: it ends in .gguf")
+        if self.gguf_file is not None and self.load_format is LoadFormat.dummy:
+            raise ValueError(
+                "model.load_format=dummy makes random weights and reads no file: leave the GGUF file out"
+            )
 
 
 @dataclass
@@ -218,6 +249,40 @@ class EngineConfig:
 
 
 @dataclass
+class TransformersEngineConfig(EngineConfig):
+    """transformers' own continuous batching: for models that the native engine cannot run, and to compare.
+
+    Sizes mean what they mean there: block_size is its page, num_blocks the blocks of its cache.
+    mode=async needs a GPU; on the CPU it runs in step, whatever the mode.
+    """
+
+    block_size: int = 256
+    # `auto`: on the CPU sdpa, or eager for a model that has none; on a GPU what transformers finds best.
+    attention: Attention = Attention.auto
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least("engine.block_size", self.block_size, 4)
+        refused = (
+            (
+                "determinism",
+                self.determinism is Determinism.bitwise,
+                "its logits change in the last bits with the batch; use engine.determinism=auto",
+            ),
+            ("reserve", self.reserve != 1.0, "it admits rows while blocks are free; leave it at 1"),
+            ("compile", self.compile, "leave engine.compile=false"),
+        )
+        for name, wrong, remedy in refused:
+            if wrong:
+                value = getattr(self, name)
+                value = value.value if isinstance(value, Enum) else str(value).lower()
+                raise ValueError(
+                    f"engine.{name}={value} is not to be had with engine=transformers: {remedy}, "
+                    "or use engine=native"
+                )
+
+
+@dataclass
 class SamplingConfig:
     """Null means: the model's own value under `defaults: model`, else the neutral one."""
 
@@ -231,7 +296,18 @@ class SamplingConfig:
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
+    # Prompt and completion; above 1 makes repetition less likely. Null takes the model's own value.
+    repetition_penalty: Optional[float] = None
+    # Completion only: subtracted from a token's logit if it occurred, or for each occurrence.
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    # Token id -> number added to its logit, e.g. {15: -2.5}.
+    logit_bias: Any = None
+    # Words that must not occur, each also with a space before it.
+    bad_words: list[str] = field(default_factory=list)
     n: int = 1
+    # A column of structs, or of JSON objects, with values of these keys for single rows.
+    column: Optional[str] = None
 
 
 @dataclass
@@ -290,6 +366,15 @@ class JobConfig:
     cost: CostConfig = field(default_factory=CostConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
     seed: int = 0
+
+
+def mapping(key: str, value: Any) -> dict[str, Any]:
+    """The value of a key that holds a mapping or null. Raises ValueError naming the key."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{key}={value!r} is no mapping: write it as '{key}={{name: value}}'")
+    return {str(name): item for name, item in value.items()}
 
 
 def _at_least(key: str, value: Optional[int], least: int) -> None:

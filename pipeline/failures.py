@@ -91,8 +91,9 @@ def unknown_key(key: str, owner: str) -> str:
     """What to say of a key that the class named `owner` does not have."""
     near = difflib.get_close_matches(key, known_keys(), n=3, cutoff=0.75)
     if key in near:
-        kind = owner.removesuffix("Source").lower()
-        remedy = f"source={kind} has no use for it, another kind of source does"
+        group = key.split(".")[0]
+        kind = "native" if group == "engine" else owner.removesuffix("Source").lower()
+        remedy = f"{group}={kind} has no use for it, another kind of {group} does"
     elif near:
         remedy = f"did you mean {' or '.join(near)}?"
     else:
@@ -125,10 +126,11 @@ def _refuse_unknown(node: DictConfig, prefix: str) -> None:
 
 
 def known_keys() -> list[str]:
-    """Every key of a job as it is typed, those of all source kinds together."""
+    """Every key of a job as it is typed, those of all kinds of source and engine together."""
     keys = list(_keys_of(config.JobConfig, ""))
     for kind in (config.ParquetSource, config.JsonlSource, config.HFSource):
         keys += _keys_of(kind, "source.")
+    keys += _keys_of(config.TransformersEngineConfig, "engine.")
     return list(dict.fromkeys(keys))
 
 

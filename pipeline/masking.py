@@ -12,7 +12,7 @@ import re
 MASK = "***"
 # To the end of the line: a value may hold braces and quotes of its own, and too much hidden is no harm.
 _ASSIGNED = re.compile(r"(storage_options(?:\.[^\s=:]+)?['\"]?\s*[=:])(.*)")
-_HARMLESS = re.compile(r"^['\"]?(\{\}|\$\{oc\.env:[^{}]*\})['\"]?$")
+_HARMLESS = re.compile(r"^['\"]?(null|\{\}|\$\{oc\.env:[^{}]*\})['\"]?$")
 
 
 def mask(text: str) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
 from pipeline import __version__
-from pipeline.config import JobConfig
+from pipeline.config import JobConfig, TransformersEngineConfig
 from pipeline.data.filter import FilterError, RowFilter
 from pipeline.data.fingerprint import fingerprint
 from pipeline.data.plan import JobPlan
@@ -24,6 +24,9 @@ from pipeline.data.schema import carried_columns
 from pipeline.data.source import InputIndex, Source, open_source
 from pipeline.data.writer import OutputWriter
 from pipeline.engine import Engine
+from pipeline.engine.continuous_batching import runs_async
+from pipeline.engine.transformers_backend import TransformersEngine
+from pipeline.engine.transformers_limits import check_sampling
 from pipeline.models.identity import model_identity
 from pipeline.models.load import (
     InspectedModel,
@@ -34,9 +37,10 @@ from pipeline.models.load import (
     resolve_dtype,
     stop_ids,
 )
+from pipeline.models.transformers_model import inspect_for_transformers, load_for_transformers
 from pipeline.report.summary import ResolvedValue
 from pipeline.request import FinishReason, Refusal, Request, RowError, SamplingParams
-from pipeline.sampling import resolve_sampling
+from pipeline.sampling import RowSampling, resolve_sampling
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class PreparedJob:
     _columns: Sequence[str]
     _prompts: PromptBuilder
     _filter: RowFilter | None
+    _row_sampling: RowSampling | None
     _params: SamplingParams
     _tokenizer: Any
     _inspected: InspectedModel
@@ -68,14 +73,18 @@ class PreparedJob:
     def requests(self) -> Iterator[Request]:
         """What is still to do, in ordinal order, read and tokenised as it is asked for."""
         rows = read_rows(self._source, self.directory.order, self.remaining.ranges(), self._columns)
-        refuse = None if self._filter is None else self._verdict
-        return self._prompts.requests(rows, self._params, self.remaining.samples, refuse)
+        return self._prompts.requests(
+            rows, self._params, self.remaining.samples, self._verdict, self._row_sampling
+        )
 
-    def load_engine(self) -> Engine:
-        output = self.config.output
+    def load_engine(self) -> Engine | TransformersEngine:
+        output, engine = self.config.output, self.config.engine
+        if isinstance(engine, TransformersEngineConfig):
+            loaded = load_for_transformers(self.config.model, engine, self._tokenizer, self._inspected)
+            return TransformersEngine(loaded, engine, sampling=self._params)
         return Engine(
             load_model(self.config.model, self._tokenizer, self._inspected),
-            self.config.engine,
+            engine,
             seed=self.config.seed,
             logprobs=output.logprobs,
             num_topk=output.topk,
@@ -87,11 +96,17 @@ class PreparedJob:
         )
 
     def _verdict(self, row: Row) -> Refusal | None:
-        assert self._filter is not None
+        """What is known to be wrong with a row, or unwanted in it, before its prompt is made."""
         try:
-            return None if self._filter.keeps(row) else Refusal(FinishReason.SKIPPED)
+            if self._filter is not None and not self._filter.keeps(row):
+                return Refusal(FinishReason.SKIPPED)
+            if self._row_sampling is not None:
+                self._row_sampling(row)
         except FilterError as error:
             return Refusal(FinishReason.ERROR, RowError("filter_failed", str(error)))
+        except ValueError as error:
+            return Refusal(FinishReason.ERROR, RowError("sampling_invalid", str(error)))
+        return None
 
     def __enter__(self) -> PreparedJob:
         return self
@@ -105,13 +120,20 @@ def prepare(config: JobConfig) -> PreparedJob:
 
     Raises ValueError or OSError naming key, value and remedy.
     """
-    inspected = inspect_model(config.model)
+    asked = config.model.revision
+    inspected = _inspect(_pinned(config))
+    config = replace(config, model=inspected.config)
     tokenizer = load_tokenizer(config.model)
-    eos_ids = stop_ids(inspected.generation_config, tokenizer)
+    # Without a generation configuration, transformers takes the stop ids of the configuration.
+    eos_ids = stop_ids(inspected.generation_config or inspected.hf_config, tokenizer)
     params, sampling = resolve_sampling(config, inspected.generation_config, tokenizer, eos_ids)
+    if isinstance(config.engine, TransformersEngineConfig):
+        check_sampling(config.sampling, params)
+    _check_sizes(config, params, inspected, tokenizer)
 
     source, index = _open_input(config)
-    names = index.schema.names if index.files else None
+    # An empty file of JSON lines has no columns to miss.
+    names = index.schema.names if index.num_rows or index.schema.names else None
     prompts = PromptBuilder(
         config.prompt,
         tokenizer,
@@ -119,7 +141,10 @@ def prepare(config: JobConfig) -> PreparedJob:
         names,
         config.model.path,
     )
-    row_filter = RowFilter(config.source.filter, index.schema.names) if config.source.filter else None
+    row_filter = RowFilter(config.source.filter, names) if config.source.filter and names else None
+    row_sampling = None
+    if config.sampling.column is not None and names is not None:
+        row_sampling = RowSampling(config.sampling.column, params, tokenizer, names)
     columns = _columns(config, index, prompts, row_filter)
     first_prompt = _first_prompt(config, source, index, columns, prompts)
 
@@ -129,7 +154,7 @@ def prepare(config: JobConfig) -> PreparedJob:
         seed=config.seed,
         samples=config.sampling.n,
         fingerprint=fingerprint(config, _resolved(config, inspected, tokenizer, sampling)),
-        provenance=_provenance(config),
+        provenance=_provenance(config, asked),
     )
     directory = JobDirectory.open(config.output.dir, plan, index)
     return PreparedJob(
@@ -143,15 +168,36 @@ def prepare(config: JobConfig) -> PreparedJob:
         _columns=columns,
         _prompts=prompts,
         _filter=row_filter,
+        _row_sampling=row_sampling,
         _params=params,
         _tokenizer=tokenizer,
         _inspected=inspected,
     )
 
 
+def _pinned(config: JobConfig) -> JobConfig:
+    """A resumed job keeps the commit that it found at its first start, wherever a branch is by now."""
+    if not JobDirectory.has_output(config.output.dir):
+        return config
+    plan = JobDirectory.load(config.output.dir).plan
+    if plan.provenance.get("revision") != config.model.revision:
+        # Another revision was asked for: if it is another commit, the fingerprints will differ.
+        return config
+    model = replace(config.model, revision=plan.fingerprint.get("model.revision"))
+    return replace(config, model=model)
+
+
+def _inspect(config: JobConfig) -> InspectedModel:
+    if isinstance(config.engine, TransformersEngineConfig):
+        return inspect_for_transformers(config.model, config.engine)
+    return inspect_model(config.model)
+
+
 def _open_input(config: JobConfig) -> tuple[Source, InputIndex]:
     """The source and its index: scanned once, at the job's first start."""
-    stored = JobDirectory.stored_index(config.output.dir)
+    stored = None
+    if JobDirectory.has_output(config.output.dir):
+        stored = JobDirectory.stored_index(config.output.dir)
     source = open_source(config.source, stored)
     if stored is not None:
         source.check(stored)
@@ -164,22 +210,43 @@ def _columns(
     """Input columns that somebody reads, each once, in the input's order."""
     wanted = {*carried_columns(config.output, index.schema), *prompts.columns}
     wanted.update(row_filter.columns if row_filter else ())
-    if config.report.expected_column is not None:
-        wanted.add(config.report.expected_column)
+    wanted.update(name for name in (config.sampling.column, config.report.expected_column) if name)
     return [name for name in index.schema.names if name in wanted]
 
 
 def _first_prompt(
     config: JobConfig, source: Source, index: InputIndex, columns: Sequence[str], prompts: PromptBuilder
 ) -> str | None:
-    """The first row's prompt as the model will see it; None for an empty input or a refused row."""
+    """The first row's prompt as the model will see it, or why it has none; None for an empty input."""
     order = JobPlan(config.source, config.output, config.seed, config.sampling.n, {}).order(index)
     row = next(read_rows(source, order, [0], columns), None) if order.num_rows else None
     prompts.check(row)
     if row is None:
         return None
     built = prompts.build(row)
-    return None if isinstance(built, Refusal) else built.text
+    if isinstance(built, Refusal):
+        return f"(none: {built.error or built.finish_reason.value})"
+    return built.text
+
+
+def _check_sizes(
+    config: JobConfig, params: SamplingParams, inspected: InspectedModel, tokenizer: Any
+) -> None:
+    """Raises ValueError for numbers that no row could live with, whatever its prompt."""
+    num_ids = min(inspected.architecture.vocab_size, len(tokenizer))
+    if config.output.topk > num_ids:
+        raise ValueError(
+            f"output.topk={config.output.topk} exceeds the model's vocabulary of {num_ids} tokens: "
+            f"use {num_ids} or less"
+        )
+    engine = config.engine
+    shortest = min(1 + params.max_tokens, inspected.max_model_len)
+    if engine.num_blocks is not None and (engine.num_blocks - 1) * engine.block_size < shortest:
+        raise ValueError(
+            f"engine.num_blocks={engine.num_blocks} of engine.block_size={engine.block_size} tokens, one of "
+            f"them set aside, hold no row of {shortest} tokens (a prompt of one and sampling.max_tokens="
+            f"{params.max_tokens}): raise engine.num_blocks, or lower sampling.max_tokens"
+        )
 
 
 def _resolved(
@@ -194,15 +261,21 @@ def _resolved(
         "model.device": device.type,
         "model.dtype": str(dtype).removeprefix("torch."),
         "model.max_model_len": inspected.max_model_len,
+        "engine.backend": "transformers" if isinstance(config.engine, TransformersEngineConfig) else "native",
         "version": __version__,
     }
 
 
-def _provenance(config: JobConfig) -> dict[str, Any]:
-    """Facts for people, kept in the output's metadata as they were at the first start."""
+def _provenance(config: JobConfig, asked: str | None) -> dict[str, Any]:
+    """Facts for people, kept in the output's metadata as they were at the first start.
+
+    asked: the revision as the user gave it, before it was pinned.
+    """
     packages = ("torch", "transformers", "pyarrow")
     return {
         "model": config.model.path,
+        "revision": asked,
+        "commit": config.model.revision,
         "tokenmill": __version__,
         "python": platform.python_version(),
         **{name: version(name) for name in packages},
@@ -210,14 +283,29 @@ def _provenance(config: JobConfig) -> dict[str, Any]:
     }
 
 
+def _model_name(config: JobConfig) -> str:
+    model = config.model
+    name = f"{model.path}/{model.gguf_file}" if model.gguf_file else model.path
+    name += f" at {model.revision[:12]}" if model.revision else ""
+    return f"{name} with {model.adapter}" if model.adapter else name
+
+
 def _facts(config: JobConfig, inspected: InspectedModel, directory: JobDirectory) -> dict[str, object]:
     source, engine = config.source, config.engine
     where = getattr(source, "path", "")
     kind = inspected.hf_config.model_type
     return {
-        "model": f"{config.model.path} ({kind}), {inspected.max_model_len:,} tokens a row",
+        "model": f"{_model_name(config)} ({kind}), {inspected.max_model_len:,} tokens a row",
         "input": f"{where}: {directory.num_rows:,} rows, {directory.samples} samples each",
-        "engine": f"{engine.mode.value}, {engine.max_num_seqs} sequences, "
-        f"{engine.max_num_batched_tokens} tokens a step, determinism {engine.determinism.value}",
+        "engine": f"{_engine_fact(config)}, {engine.max_num_seqs} sequences, "
+        f"{engine.max_num_batched_tokens} tokens a step",
         "output": config.output.dir,
     }
+
+
+def _engine_fact(config: JobConfig) -> str:
+    engine = config.engine
+    if not isinstance(engine, TransformersEngineConfig):
+        return f"native, {engine.mode.value}, determinism {engine.determinism.value}"
+    overlaps = runs_async(engine.mode, resolve_device(config.model.device))
+    return f"transformers {version('transformers')}, {'async' if overlaps else 'sync'}, draws not repeatable"

@@ -61,6 +61,10 @@ class SamplingParams:
     a stop may come.
     stop: strings that end the text (cut before it). stop_token_ids: ids that end it, beside the
     model's own unless ignore_eos. n: samples per request.
+    repetition_penalty: divides the positive logits of ids in prompt or completion, multiplies the
+    negative ones (transformers' definition). presence_penalty, frequency_penalty: subtracted from
+    the logits of ids in the completion, once, or once per occurrence (vLLM's definition).
+    logit_bias: (id, number added to its logit). bad_words_ids: id sequences that must not occur.
     logprobs: record the sampled id's log-probability. top_logprobs: also the K likeliest ids.
 
     Raises ValueError naming the field, the value and the remedy.
@@ -75,6 +79,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
     n: int = 1
     logprobs: bool = False
     top_logprobs: int = 0
@@ -90,10 +99,18 @@ class SamplingParams:
             ("n", self.n >= 1, "ask for at least one sample"),
             ("top_logprobs", self.top_logprobs >= 0, "use 0 for none"),
             ("stop", all(self.stop), "remove the empty stop string"),
+            ("repetition_penalty", self.repetition_penalty > 0, "use 1 for none"),
+            ("bad_words_ids", all(self.bad_words_ids), "remove the empty word"),
         )
         for name, ok, remedy in checks:
             if not ok:
                 raise ValueError(f"sampling.{name}={getattr(self, name)!r} is out of range: {remedy}")
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a row's logits depend on which tokens it has, beyond what the model makes of them."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return any(penalties) or any(len(word) > 1 for word in self.bad_words_ids)
 
 
 @dataclass(frozen=True)

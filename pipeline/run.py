@@ -10,7 +10,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hydra
@@ -36,21 +36,37 @@ def conf_dir() -> Path:
 
 
 def main() -> None:
-    """The whole command line, from sys.argv to the exit code."""
+    command_line(_task)
+
+
+def command_line(task: Callable[[DictConfig], None]) -> None:
+    """The whole command line, from sys.argv to the exit code. task raises PastHydra from what goes wrong."""
     arguments = get_args_parser().parse_args()
     show_only = arguments.cfg or arguments.info is not None or arguments.help or arguments.hydra_help
     tracebacks = wants_tracebacks()
     # Hydra prints errors its own way, passwords included; with this it raises them for `explain`.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    command = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_task)
+    command = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(task)
     try:
         with _masked_output() if show_only else contextlib.nullcontext():
             command()
     except PastHydra as stop:
         assert stop.__cause__ is not None
         sys.exit(explain(stop.__cause__, tracebacks))
+    except OSError as error:
+        sys.exit(explain(_of_output_dir(error), tracebacks))
     except (Exception, KeyboardInterrupt) as error:
         sys.exit(explain(error, tracebacks))
+
+
+def _of_output_dir(error: OSError) -> Exception:
+    """Ours come as PastHydra; on its own hydra touches only the run's directory, which is output.dir."""
+    if error.filename is None:
+        return error
+    return ValueError(
+        f"output.dir={error.filename} cannot be made: {error.strerror}; "
+        "choose a directory that can be written"
+    )
 
 
 def _task(config: DictConfig) -> None:

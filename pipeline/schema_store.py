@@ -13,7 +13,14 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from pipeline.config import ArrowSource, HFSource, JobConfig, JsonlSource, ParquetSource
+from pipeline.config import (
+    ArrowSource,
+    HFSource,
+    JobConfig,
+    JsonlSource,
+    ParquetSource,
+    TransformersEngineConfig,
+)
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 
@@ -31,6 +38,7 @@ def register() -> None:
         ("arrow_source", ArrowSource),
         ("jsonl_source", JsonlSource),
         ("hf_source", HFSource),
+        ("transformers_engine", TransformersEngineConfig),
     ):
         store.store(name=name, node=node)
     OmegaConf.register_new_resolver("assets", asset_path, replace=True)

@@ -44,7 +44,12 @@ def command(
     def run(*arguments: str, job: Callable[[JobConfig], object] | None = None) -> CommandResult:
         jobs: list[JobConfig] = []
         fake = types.ModuleType("pipeline.job")
-        fake.run_job = job or jobs.append  # type: ignore[attr-defined]
+
+        def run_job(config: JobConfig, worker: str) -> types.SimpleNamespace:
+            (job or jobs.append)(config)
+            return types.SimpleNamespace(exit_code=0)
+
+        fake.run_job = run_job  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "pipeline.job", fake)
         monkeypatch.setattr(sys, "argv", ["tokenmill", *arguments])
         code = 0

@@ -134,12 +134,15 @@ class Run:
     retry_errors: bool = False
     failing: Callable[[int], bool] = lambda ordinal: False
     max_part_bytes: int = 512 * 2**20
+    # how many results the last start was told are safe
+    acknowledged: int = 0
 
     def start(self, stop_after: int | None = None) -> list[tuple[int, int]]:
         """Generates what is left, or `stop_after` results and then vanishes without a word.
 
         Returns the (ordinal, sample) that were generated.
         """
+        self.acknowledged = 0
         index = JobDirectory.stored_index(self.path) or self.source.scan()
         directory = JobDirectory.open(self.path, self.plan, index)
         output = OutputConfig(dir=str(self.path), commit_interval_s=1e9, max_part_bytes=self.max_part_bytes)
@@ -159,6 +162,7 @@ class Run:
             writer.close()
             return made
         finally:
+            self.acknowledged = writer.num_committed
             directory.close()
 
 

@@ -27,7 +27,9 @@ ARROWS = {
     "kernels": {"config", "request"},
     "models": {"config", "request", "kernels"},
     "engine": {"config", "request", "models", "kernels"},
-    "job": {"config", "request", "data", "engine", "cluster", "report"},
+    "sampling": {"config", "request", "data", "report"},
+    "prepare": {"config", "request", "data", "engine", "models", "report", "sampling"},
+    "job": {"config", "request", "data", "engine", "cluster", "report", "prepare"},
 }
 # What each room may not import of others'. A file's own entry adds to its room's.
 FORBIDDEN = {
@@ -40,6 +42,8 @@ FORBIDDEN = {
     "config": {"torch", "hydra", "omegaconf", "numpy"},
     "request": {"torch", "hydra", "omegaconf"},
     "job": {"hydra", "omegaconf"},
+    "prepare": {"hydra", "omegaconf"},
+    "sampling": {"torch", "hydra", "omegaconf"},
     "engine/scheduler.py": {"torch", "transformers"},
     "engine/sequence.py": {"torch", "transformers"},
     "engine/block_manager.py": {"torch", "transformers"},

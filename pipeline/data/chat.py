@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import PromptConfig
+from pipeline.config import PromptConfig, mapping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +61,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._system = config.system
         self._continue = config.continue_final_message
-        self._kwargs = dict(config.chat_template_kwargs)
+        self._kwargs = mapping("prompt.chat_template_kwargs", config.chat_template_kwargs)
         for name in _OURS:
             if name in self._kwargs:
                 raise ValueError(

@@ -29,8 +29,10 @@ NEUTRAL = (
     "report.",
     "prompt.prefetch_rows",
     "source.storage_options",
-    # known by what is in them (model.weights, model.tokenizer_hash), so that they can be moved
+    # known by what is in them (model.weights, model.tokenizer_hash …), so that they can be moved
     "model.path",
+    "model.gguf_file",
+    "model.adapter",
     "model.tokenizer",
     # the grain of resume: a job keeps the one it started with
     "source.unit_rows",

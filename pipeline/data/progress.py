@@ -20,7 +20,7 @@ from pipeline.config import OutputConfig
 from pipeline.data import durable
 from pipeline.data.fingerprint import refuse_difference
 from pipeline.data.keys import ranges_of
-from pipeline.data.layout import INPUT_FILE, JOB_FILE, JOURNAL, PARTS, part_names
+from pipeline.data.layout import INPUT_FILE, JOB_FILE, JOURNAL, PARTS, journal_names, part_names
 from pipeline.data.ledger import Ledger
 from pipeline.data.order import Unit
 from pipeline.data.part import Origin
@@ -49,8 +49,9 @@ class JobDirectory:
     def open(cls, path: str | Path, plan: JobPlan, index: InputIndex) -> JobDirectory:
         """Starts the job in `path`, or goes on with it.
 
-        A resumed job keeps the units and the provenance it started with. Raises ValueError if the
-        directory holds another job (naming each difference) or is being worked on, FullDisk, OSError.
+        A resumed job keeps the units and the provenance it started with. A job that never wrote anything
+        gives way to another one. Raises ValueError if the directory holds another job (naming each
+        difference) or is being worked on, FullDisk, OSError.
         """
         path = Path(path)
         # wrong settings are said before anything is made
@@ -59,7 +60,7 @@ class JobDirectory:
             path.mkdir(parents=True, exist_ok=True)
             lock = _lock(path)
             try:
-                if (path / JOB_FILE).exists():
+                if (path / JOB_FILE).exists() and not _gives_way(path, plan, index):
                     plan, index = _resume(path, plan, index)
                 else:
                     _create(path, plan, index)
@@ -89,6 +90,11 @@ class JobDirectory:
             raise ValueError(
                 f"{file} is missing or damaged ({error}): restore it, or choose another output.dir"
             ) from error
+
+    @staticmethod
+    def has_output(path: str | Path) -> bool:
+        """Whether a process came as far as to write rows: until then a directory binds nobody."""
+        return bool(part_names(Path(path)) or journal_names(Path(path)))
 
     @property
     def num_rows(self) -> int:
@@ -196,6 +202,15 @@ def _create(path: Path, plan: JobPlan, index: InputIndex) -> None:
     # last, since a directory with a job.json is a whole job; its fsync covers the names above
     plan.write(path)
     durable.fsync_directory(path.parent)
+
+
+def _gives_way(path: Path, plan: JobPlan, index: InputIndex) -> bool:
+    """Whether `path` holds another job that never wrote a row: one that was mistyped, say."""
+    if JobDirectory.has_output(path):
+        return False
+    stored = JobDirectory.stored_index(path)
+    assert stored is not None
+    return JobPlan.read(path).fingerprint != plan.fingerprint or stored.files != index.files
 
 
 def _resume(path: Path, plan: JobPlan, index: InputIndex) -> tuple[JobPlan, InputIndex]:

@@ -129,11 +129,13 @@ class PromptBuilder:
         params: SamplingParams,
         samples: Callable[[Row], tuple[int, ...]] | None = None,
         refuse: Callable[[Row], Refusal | None] | None = None,
+        row_params: Callable[[Row], SamplingParams] | None = None,
     ) -> Iterator[Request]:
         """A request for each row, in order. Reads at most 64 rows ahead; meant to run inside a Prefetch.
 
         samples: which samples a row still lacks; None asks for all params.n.
-        refuse: a row filter's verdict, asked before any work on the row; None keeps every row.
+        refuse: a verdict asked before any work on the row; None keeps every row.
+        row_params: the parameters of a row that is not refused; None gives params to all.
         """
         every = tuple(range(params.n))
         for drafts in _chunks(self._draft(row, refuse) for row in rows):
@@ -144,7 +146,7 @@ class PromptBuilder:
                 yield Request(
                     key=row.key,
                     prompt_ids=prompt.ids if prompt else np.empty(0, np.int32),
-                    params=params,
+                    params=params if refusal or row_params is None else row_params(row),
                     samples=every if samples is None else samples(row),
                     prompt=prompt.text if prompt else None,
                     payload=PromptRow(row, prompt.truncated_tokens if prompt else 0),

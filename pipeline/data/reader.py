@@ -37,7 +37,7 @@ class PartFiles:
         try:
             file.seek(ref.start)
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowInvalid, EOFError, OSError) as error:
             raise damaged(
                 part_path(self._ledger.job, name), f"no rows at byte {ref.start} ({error})"
             ) from error
@@ -66,7 +66,7 @@ def _open(path: Path) -> tuple[pa.MemoryMappedFile, pa.Schema]:
         return file, pa.ipc.read_schema(pa.ipc.read_message(file))
     except FileNotFoundError:
         raise damaged(path, "is missing") from None
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowInvalid, EOFError, OSError) as error:
         raise damaged(path, f"does not begin with a schema ({error})") from error
 
 
@@ -94,9 +94,11 @@ class CommittedParts:
 
     @property
     def schema(self) -> pa.Schema:
-        """Raises ValueError if the job has no part yet."""
         if not self.ledger.parts:
-            raise ValueError(f"{self.ledger.job} has no parts yet: nothing was generated so far")
+            # imported here, since resuming a job reads its parts
+            from pipeline.data.progress import JobDirectory
+
+            return JobDirectory.load(self.ledger.job).schema.arrow
         return self._files.schema(0)
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:

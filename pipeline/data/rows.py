@@ -82,7 +82,12 @@ def _streamed(source: Source, segments: Iterator[Segment], columns: Sequence[str
             batches = source.read(block, columns)
         for ordinal, offset in enumerate(segment.offsets, segment.ordinal):
             while offset >= end:
-                batch = next(batches)
+                batch = next(batches, None)
+                if batch is None:
+                    raise ValueError(
+                        f"file {block.file} of the input ends {offset - end + 1} or more rows early: it had "
+                        f"{block.num_rows} rows from row {block.first_row} on when it was indexed; restore it"
+                    )
                 begin, end = end, end + batch.num_rows
             yield Row(ordinal, RowKey(block.file, block.first_row + offset), batch, offset - begin)
 

@@ -72,7 +72,8 @@ def output_schema(
 
 def carried_columns(output: OutputConfig, source: pa.Schema) -> list[str]:
     """Input columns that go into the output. Raises ValueError naming output.columns."""
-    if output.columns is None:
+    if output.columns is None or not source.names:
+        # an empty JSONL file has no rows and so no columns; that is no mistake
         return list(source.names)
     for name in output.columns:
         if name not in source.names:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from pipeline.config import ArrowSource, HFSource, JsonlSource, ParquetSource, SourceConfig
+from pipeline.config import ArrowSource, HFSource, JsonlSource, ParquetSource, SourceConfig, mapping
 from pipeline.data import durable
 
 # Rows in a batch at most: what a reader holds in memory follows from it.
@@ -160,18 +160,22 @@ def open_source(config: SourceConfig, index: InputIndex | None = None) -> Source
 
     The readers are imported here, one at a time: a job on Parquet files never loads `datasets`.
     """
+    if isinstance(config, ParquetSource | ArrowSource | JsonlSource):
+        storage = mapping("source.storage_options", config.storage_options)
     if isinstance(config, ParquetSource):
         from pipeline.data.parquet import ParquetFiles
 
-        return ParquetFiles(config.path, config.storage_options, index, config.allow_append)
+        return ParquetFiles(config.path, storage, index, config.allow_append)
     if isinstance(config, ArrowSource):
         from pipeline.data.arrow import ArrowFiles
 
-        return ArrowFiles(config.path, config.storage_options, index, config.allow_append)
+        return ArrowFiles(config.path, storage, index, config.allow_append)
     if isinstance(config, JsonlSource):
         from pipeline.data.jsonl import JsonlFiles
 
-        return JsonlFiles(config.path, config.storage_options, index, config.allow_append, config.schema)
+        return JsonlFiles(
+            config.path, storage, index, config.allow_append, mapping("source.schema", config.schema)
+        )
     if isinstance(config, HFSource):
         from pipeline.data.hf import open_dataset
 

@@ -75,7 +75,9 @@ def verify(job: str | Path, source: Source | None = None) -> Verdict:
         verdict.add(problem)
     rows = _source_rows(directory, source, verdict)
     for unit in directory.units:
-        _check_unit(directory, stored, unit, rows, verdict)
+        found = _check_unit(directory, stored, unit, verdict)
+        # a source that failed once gives no more rows
+        rows = rows and _compared(directory, stored, unit, found, rows, verdict)
     if (directory.path / DATASET).exists():
         verdict.has_dataset = True
         for problem in _dataset_problems(directory, stored):
@@ -97,30 +99,45 @@ def _source_rows(directory: JobDirectory, source: Source | None, verdict: Verdic
 
 
 def _check_unit(
-    directory: JobDirectory, stored: StoredRows, unit: Unit, rows: Iterator[Row] | None, verdict: Verdict
-) -> None:
+    directory: JobDirectory, stored: StoredRows, unit: Unit, verdict: Verdict
+) -> StoredUnit | None:
+    """Whether each result of the unit is there once; None if its rows cannot be read."""
     try:
         found = stored.unit(unit)
         for problem in _once_problems(directory, stored, found):
             verdict.add(problem)
         reasons = _count_reasons(stored, found)
     except (ValueError, OSError) as error:
-        # the file itself was found wanting before
         verdict.add(f"unit {unit.number} cannot be read: {error}")
-        found, reasons = None, {}
+        return None
     verdict.num_results += sum(reasons.values())
     verdict.num_errors += reasons.get(FinishReason.ERROR.value, 0)
     verdict.num_skipped += reasons.get(FinishReason.SKIPPED.value, 0)
-    if rows is None:
-        return
+    return found
+
+
+def _compared(
+    directory: JobDirectory,
+    stored: StoredRows,
+    unit: Unit,
+    found: StoredUnit | None,
+    rows: Iterator[Row],
+    verdict: Verdict,
+) -> Iterator[Row] | None:
+    """Takes the unit's rows off `rows` and compares them; None if the source failed."""
     try:
         for begin in range(unit.start, unit.stop, BATCH_ROWS):
-            expected = list(islice(rows, min(unit.stop - begin, BATCH_ROWS)))
+            num_rows = min(unit.stop - begin, BATCH_ROWS)
+            expected = list(islice(rows, num_rows))
+            if len(expected) < num_rows:
+                raise ValueError(f"{num_rows - len(expected)} rows are no longer there")
             if found is not None:
                 for problem in _carried_problems(directory, stored, found, expected):
                     verdict.add(problem)
     except (ValueError, OSError) as error:
         verdict.add(f"source, unit {unit.number}: {error}")
+        return None
+    return rows
 
 
 def _once_problems(directory: JobDirectory, stored: StoredRows, found: StoredUnit) -> Iterator[str]:

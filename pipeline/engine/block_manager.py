@@ -73,6 +73,10 @@ class BlockManager:
             blocks.append(block)
         return blocks
 
+    def find(self, digest: bytes) -> int | None:
+        """The block that holds this full block of tokens and all before it, if any does."""
+        return self._block_of.get(digest)
+
     def num_unowned(self, blocks: Sequence[int]) -> int:
         """How many of these are free at present: sharing them takes them from the free ones."""
         return sum(1 for block in blocks if self._references[block] == 0)
@@ -100,6 +104,11 @@ class BlockManager:
         if digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
+
+    def forget_prefixes(self) -> None:
+        """Take all names away: nothing that lies in the blocks is found again."""
+        self._block_of.clear()
+        self._hash_of.clear()
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give up one reference to each. Last first, so that a prefix outlives its continuation."""

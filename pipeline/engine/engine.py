@@ -7,7 +7,7 @@ on the device. Knows the loop; each of its parts knows the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,15 +16,19 @@ import numpy as np
 from pipeline.config import Determinism, EngineConfig, EngineMode, ModelConfig
 from pipeline.engine.batch import StepInputs, build_inputs
 from pipeline.engine.block_manager import BlockManager
-from pipeline.engine.kv_cache import KVCache, KVShape, num_blocks_for
+from pipeline.engine.block_tables import BlockGroup, BlockTables
+from pipeline.engine.feed import Feed
+from pipeline.engine.intake import refusal_of
+from pipeline.engine.kv_cache import GroupDemand, KVCache, KVShape, share_blocks
 from pipeline.engine.model_runner import ModelRunner, StepOutput
 from pipeline.engine.sampler import Sampler
 from pipeline.engine.scheduler import Schedule, Scheduler, SchedulerCounters
 from pipeline.engine.sequence import Sequence, SequenceTable, TokenLogprobs, make_sequence
 from pipeline.engine.slots import BatchSlot, BatchSlots
 from pipeline.engine.stop_strings import StopStringMatcher
+from pipeline.models.layers import layers_by_window
 from pipeline.models.load import LoadedModel, load_model, load_tokenizer
-from pipeline.request import Completion, FinishReason, Refusal, Request, RowError
+from pipeline.request import Completion, FinishReason, Refusal, Request, RowError, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -63,29 +67,27 @@ class Engine:
         self._seed = seed
         if num_topk > loaded.vocab_size:
             raise ValueError(f"output.topk={num_topk} exceeds the vocabulary of {loaded.vocab_size} ids")
-        shape = kv_shape(loaded)
-        num_blocks = config.num_blocks or num_blocks_for(shape, config.block_size, config.kv_cache_gb)
-        # More than every slot at full length is memory for nothing.
-        longest = -(-loaded.max_model_len // config.block_size)
-        if config.num_blocks is None:
-            num_blocks = min(num_blocks, 2 + 2 * config.max_num_seqs * longest)
-        blocks = BlockManager(num_blocks, config.block_size)
-        self._table = SequenceTable(config.max_num_seqs, min(longest, num_blocks), num_topk)
+        bitwise = resolve_determinism(config, loaded) is Determinism.bitwise
+        layers = layers_by_window(loaded)
+        num_blocks = _num_blocks(loaded, config, layers)
+        self._blocks = _block_tables(loaded, config, num_blocks)
+        self._table = SequenceTable(config.max_num_seqs, num_topk)
         self._scheduler = Scheduler(
             self._table,
-            blocks,
+            self._blocks,
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefix_sharing=config.prefix_sharing,
             reserve=config.reserve,
         )
         self._records_logprobs = logprobs or num_topk > 0
+        blocks_of_layer = {layer: num_blocks[window] for window in layers for layer in layers[window]}
         self._runner = ModelRunner(
             loaded,
-            KVCache(shape, num_blocks, config.block_size, loaded.device),
+            KVCache(_kv_shape(loaded), blocks_of_layer, config.block_size, loaded.device),
             Sampler(loaded.vocab_size, logprobs=logprobs, num_topk=num_topk),
             num_slots=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            bitwise=resolve_determinism(config, loaded) is Determinism.bitwise,
+            bitwise=bitwise,
             compile=config.compile,
         )
         self._slots: BatchSlots[StepInputs, StepOutput] | None = None
@@ -103,11 +105,10 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        blocks = self._scheduler.blocks
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            kv_use=1 - blocks.num_free / blocks.capacity,
+            kv_use=self._blocks.use,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             busy_seconds=self._busy_before + (self._slots.busy_seconds if self._slots else 0.0),
@@ -128,13 +129,17 @@ class Engine:
         self._slots = BatchSlots(self._runner.run, overlap=self.config.mode is EngineMode.async_)
         try:
             with self._slots:
-                yield from self._loop(_Feed(requests), should_stop)
+                yield from self._loop(Feed(requests), should_stop)
+        except Exception:
+            # Blocks are named before the step that fills them; of one that failed nobody may share.
+            self._blocks.forget_prefixes()
+            raise
         finally:
             self._busy_before += self._slots.busy_seconds
             self._slots = None
             self._scheduler.drop_all()
 
-    def _loop(self, feed: _Feed, should_stop: Callable[[], bool]) -> Iterator[Completion]:
+    def _loop(self, feed: Feed, should_stop: Callable[[], bool]) -> Iterator[Completion]:
         assert self._slots is not None
         in_flight: tuple[Schedule, BatchSlot[StepInputs, StepOutput]] | None = None
         while not should_stop():
@@ -142,7 +147,7 @@ class Engine:
             schedule = self._scheduler.schedule()
             launched = None
             if schedule is not None:
-                inputs = build_inputs(schedule, self._table, self.config.block_size)
+                inputs = build_inputs(schedule, self._table, self._blocks)
                 launched = (schedule, self._slots.launch(inputs))
             if self.config.mode is EngineMode.sync:
                 in_flight, launched = launched, None
@@ -152,32 +157,28 @@ class Engine:
             if in_flight is None and not self._scheduler.has_work and feed.exhausted:
                 return
 
-    def _take_in(self, feed: _Feed) -> Iterator[Completion]:
+    def _take_in(self, feed: Feed) -> Iterator[Completion]:
         """Pull requests until a batch of sequences waits; hand back those that cannot run."""
         while self._scheduler.num_waiting < self.config.max_num_seqs:
             request = feed.next(may_wait=not self._scheduler.has_work)
             if request is None:
                 return
-            refusal = request.refusal or self._enqueue(request)
+            refusal = refusal_of(request, self.loaded) or self._enqueue(request)
             if refusal is not None:
                 for sample in request.samples:
                     yield Completion(request, sample, refusal.finish_reason, error=refusal.error)
 
     def _enqueue(self, request: Request) -> Refusal | None:
-        """Queue each sample of a request, or say why not."""
-        length, limit = len(request.prompt_ids), self.loaded.max_model_len
-        if not 0 < length < limit:
-            message = f"the prompt has {length} tokens; model.max_model_len={limit} allows 1 to {limit - 1}"
-            return Refusal(
-                FinishReason.ERROR, RowError("prompt_too_long" if length else "prompt_invalid", message)
-            )
+        """Queue each sample of a request, or say why not. ValueError for what no row could have."""
+        self._require(request.params)
         hashes: list[bytes] = []
+        sequences = [self._sequence(request, sample, hashes) for sample in request.samples]
         try:
-            for sample in request.samples:
-                self._scheduler.add(self._sequence(request, sample, hashes))
+            for sequence in sequences:
+                self._scheduler.add(sequence)
         except ValueError as error:
             return Refusal(FinishReason.ERROR, RowError("row_exceeds_kv_cache", str(error)))
-        self._prompt_tokens += length * len(request.samples)
+        self._prompt_tokens += len(request.prompt_ids) * len(request.samples)
         return None
 
     def _sequence(self, request: Request, sample: int, hashes: list[bytes]) -> Sequence:
@@ -191,12 +192,18 @@ class Engine:
             block_hashes=hashes,
         )
 
-    def _matcher(self, stop: tuple[str, ...]) -> StopStringMatcher | None:
-        if not stop:
-            return None
-        if self.loaded.tokenizer is None:
+    def _require(self, params: SamplingParams) -> None:
+        """What the engine was made without it cannot give to a row."""
+        if params.stop and self.loaded.tokenizer is None:
             raise ValueError("sampling.stop needs a tokenizer to find strings: load the model with one")
-        return StopStringMatcher(stop, self._decode)
+        if params.top_logprobs > self._table.num_topk or (params.logprobs and not self._records_logprobs):
+            raise ValueError(
+                f"a request asks for logprobs={params.logprobs}, top_logprobs={params.top_logprobs}, which "
+                "the engine does not record: make it with Engine(..., logprobs=True, num_topk=K)"
+            )
+
+    def _matcher(self, stop: tuple[str, ...]) -> StopStringMatcher | None:
+        return StopStringMatcher(stop, self._decode) if stop else None
 
     def _decode(self, ids: list[int]) -> str:
         return self.loaded.tokenizer.decode(ids, skip_special_tokens=True)
@@ -243,28 +250,43 @@ class Engine:
         return self._decode((ids[:-1] if stopped else ids).tolist())
 
 
-class _Feed:
-    """The caller's requests, pulled one by one.
-
-    An iterable with `ready()` (a background tokeniser) is not waited for while sequences run.
-    """
-
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._iterator = iter(requests)
-        self._ready = getattr(requests, "ready", None)
-        self.exhausted = False
-
-    def next(self, may_wait: bool) -> Request | None:
-        if self.exhausted or (self._ready is not None and not may_wait and not self._ready()):
-            return None
-        request = next(self._iterator, None)
-        self.exhausted = request is None
-        return request
+def _kv_shape(loaded: LoadedModel) -> KVShape:
+    return KVShape(loaded.architecture.num_kv_heads, loaded.architecture.head_dim, loaded.dtype)
 
 
-def kv_shape(loaded: LoadedModel) -> KVShape:
-    a = loaded.architecture
-    return KVShape(a.num_layers, a.num_kv_heads, a.head_dim, loaded.dtype)
+def _num_blocks(
+    loaded: LoadedModel, config: EngineConfig, layers: Mapping[int | None, tuple[int, ...]]
+) -> dict[int | None, int]:
+    """Blocks of each layer group: engine.num_blocks for each, or what engine.kv_cache_gb holds."""
+    if config.num_blocks is not None:
+        return dict.fromkeys(layers, config.num_blocks)
+    demands = {}
+    for window, group in layers.items():
+        longest = loaded.max_model_len
+        if window is not None:
+            longest = min(longest, window + config.max_num_batched_tokens + config.block_size)
+        blocks = -(-longest // config.block_size) + 1
+        # Twice what all slots can hold: the rest keeps prefixes that may be wanted again.
+        demands[window] = GroupDemand(len(group), 2 + 2 * config.max_num_seqs * blocks)
+    return share_blocks(demands, _kv_shape(loaded).bytes_per_block(config.block_size), config.kv_cache_gb)
+
+
+def _block_tables(
+    loaded: LoadedModel, config: EngineConfig, num_blocks: Mapping[int | None, int]
+) -> BlockTables:
+    longest = -(-loaded.max_model_len // config.block_size)
+    return BlockTables(
+        [
+            BlockGroup(
+                window,
+                BlockManager(count, config.block_size),
+                config.max_num_seqs,
+                longest,
+                config.max_num_batched_tokens,
+            )
+            for window, count in num_blocks.items()
+        ]
+    )
 
 
 def resolve_determinism(config: EngineConfig, loaded: LoadedModel) -> Determinism:

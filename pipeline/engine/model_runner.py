@@ -19,24 +19,13 @@ from pipeline.engine.batch import StepInputs
 from pipeline.engine.block_manager import NULL_BLOCK
 from pipeline.engine.kv_cache import KVCache
 from pipeline.engine.sampler import Sampled, Sampler
-from pipeline.models.attention import AttentionContext
-from pipeline.models.cpu_attention import plan_tiles
+from pipeline.models.attention import AttentionContext, GroupContext
+from pipeline.models.cpu_attention import plan_tensors
+from pipeline.models.layers import probe
 from pipeline.models.load import LoadedModel
 
 # Sizes that bitwise determinism may pad to. Few, so that trying them all at load stays short.
 _CANDIDATE_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
-
-
-class _Recorder(dict):
-    """Tile plans made on demand for a first step, so that the windows in use become known."""
-
-    def __init__(self, make: Callable[[int | None], list[torch.Tensor]]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, window: int | None) -> list[torch.Tensor]:
-        self[window] = self._make(window)
-        return self[window]
 
 
 @dataclass(frozen=True)
@@ -71,11 +60,10 @@ class ModelRunner:
         self._last_ids = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
         a = loaded.architecture
         self._group_size = a.num_heads // a.num_kv_heads
+        self._sizes = self._usable_sizes(max_num_batched_tokens) if bitwise else None
         self._forward = loaded.model
-        self._windows = self._find_windows()
         if compile:
             self._forward = torch.compile(loaded.model, fullgraph=True, dynamic=False)
-        self._sizes = self._usable_sizes(max_num_batched_tokens) if bitwise else None
 
     @property
     def padded_sizes(self) -> tuple[int, ...] | None:
@@ -92,7 +80,8 @@ class ModelRunner:
         logits = self._logits(input_ids, inputs)
         if logits is None:
             return StepOutput(np.empty(0, np.int32), None, None, None)
-        sampled = self._sampler(logits, inputs.sampling)
+        last_ids = input_ids[torch.from_numpy(inputs.logits_index).to(self._device)]
+        sampled = self._sampler(logits, inputs.sampling, last_ids)
         self._last_ids[torch.from_numpy(inputs.sampling.slots).to(self._device)] = sampled.ids
         return _to_host(sampled)
 
@@ -101,10 +90,9 @@ class ModelRunner:
         num_tokens, num_sampled = len(input_ids), len(inputs.logits_index)
         padding = self._padded(num_tokens) - num_tokens
         context = AttentionContext(
-            keys=self._cache.keys,
-            values=self._cache.values,
-            slot_mapping=_pad(torch.from_numpy(inputs.slot_mapping), padding, NULL_BLOCK).to(self._device),
-            plans={window: self._plan(inputs, window) for window in self._windows},
+            self._cache.keys,
+            self._cache.values,
+            {window: self._group(inputs, window, padding) for window in inputs.groups},
         )
         # A step of prompt chunks alone still wants one row: the model cannot give none.
         wanted = torch.from_numpy(inputs.logits_index) if num_sampled else torch.zeros(1, dtype=torch.int64)
@@ -129,16 +117,18 @@ class ModelRunner:
             tokenmill=context,
         ).logits[0]
 
-    def _plan(self, inputs: StepInputs, window: int | None) -> list[torch.Tensor]:
-        plans = plan_tiles(
+    def _group(self, inputs: StepInputs, window: int | None, padding: int) -> GroupContext:
+        group = inputs.groups[window]
+        plans = plan_tensors(
             inputs.starts,
             inputs.query_lens,
-            inputs.block_tables,
+            group.block_tables,
             block_size=self._cache.block_size,
             group_size=self._group_size,
             window=window,
         )
-        return [tensor for plan in plans for tensor in plan.tensors()]
+        slot_mapping = _pad(torch.from_numpy(group.slot_mapping), padding, NULL_BLOCK)
+        return GroupContext(slot_mapping.to(self._device), plans)
 
     def _padded(self, count: int) -> int:
         if self._sizes is None:
@@ -147,43 +137,11 @@ class ModelRunner:
 
     # ---------------------------------------------------------------- at load
 
-    @torch.inference_mode()
-    def _find_windows(self) -> tuple[int | None, ...]:
-        """Run one token per row through the model and note which sliding windows its layers ask for."""
-        rows = np.zeros(16, np.int32), np.ones(16, np.int32), np.full((16, 1), NULL_BLOCK, np.int32)
-        return tuple(self._probe(*rows)[1])
-
-    def _probe(
-        self, starts: np.ndarray, query_lens: np.ndarray, tables: np.ndarray
-    ) -> tuple[torch.Tensor, _Recorder]:
-        """One forward of equal one-token rows on the null block: logits [R, V] and the plans asked for."""
-        count = len(starts)
-
-        def make(window: int | None) -> list[torch.Tensor]:
-            plans = plan_tiles(
-                starts,
-                query_lens,
-                tables,
-                block_size=self._cache.block_size,
-                group_size=self._group_size,
-                window=window,
-            )
-            return [tensor for plan in plans for tensor in plan.tensors()]
-
-        recorder = _Recorder(make)
-        context = AttentionContext(
-            self._cache.keys, self._cache.values, torch.zeros(count, dtype=torch.int64), recorder
-        )
-        ids = torch.full((count,), min(7, self._loaded.vocab_size - 1))
-        logits = self._call(ids, torch.zeros_like(ids), context, torch.arange(count))
-        return logits, recorder
-
-    @torch.inference_mode()
     def _usable_sizes(self, max_num_batched_tokens: int) -> tuple[int, ...]:
         """Candidate sizes, up to the first that holds a full step, at which all rows get the same bits."""
         largest = next((s for s in _CANDIDATE_SIZES if s >= max_num_batched_tokens), max_num_batched_tokens)
         candidates = [s for s in (*_CANDIDATE_SIZES, largest) if s <= largest]
-        sizes = find_invariant_sizes(sorted(set(candidates)), self._rows_of)
+        sizes = find_invariant_sizes(sorted(set(candidates)), lambda size: probe(self._loaded, size)[0])
         if not sizes or sizes[-1] < max_num_batched_tokens:
             raise ValueError(
                 "engine.determinism=bitwise: on this machine a row's bits depend on how many rows stand "
@@ -191,11 +149,6 @@ class ModelRunner:
                 "lower engine.max_num_batched_tokens, or use engine.determinism=fast"
             )
         return sizes
-
-    def _rows_of(self, size: int) -> torch.Tensor:
-        zeros = np.zeros(size, np.int32)
-        logits, _ = self._probe(zeros, zeros + 1, np.full((size, 1), NULL_BLOCK, np.int32))
-        return logits
 
 
 def find_invariant_sizes(

@@ -1,11 +1,11 @@
 """From logits to tokens: greedy or drawn, and what was likely beside them.
 
-Order of the filters, as in transformers' logits processors: forbidden ids, temperature, top-k,
-top-p, min-p. The draw is the inverse of the cumulative distribution in id order: the first id
-whose cumulative weight (float64) exceeds uniform x total. Ties go to the lowest id, except that
-top-k keeps all ids equal to the k-th, as transformers does. Log-probabilities are those of the
-model's own distribution: before temperature and filters, after the padding of the vocabulary is
-masked.
+Order, as in transformers' logits processors: bias, penalties and forbidden ids
+(`logit_processors.py`), temperature, top-k, top-p, min-p. The draw is the inverse of the
+cumulative distribution in id order: the first id whose cumulative weight (float64) exceeds
+uniform x total. Ties go to the lowest id, except that top-k keeps all ids equal to the k-th, as
+transformers does. Log-probabilities are those of the model's own distribution: before any of the
+above, after the padding of the vocabulary is masked.
 
 Knows tensors; refuses to know sequences. Every row is computed by itself, so a row's token does
 not depend on its neighbours.
@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.engine.batch import SamplingInputs
+from pipeline.engine.logit_processors import process_logits
+from pipeline.engine.sampling_inputs import SamplingInputs
 
 # Ids looked at before a full sort is paid for: nearly always enough for top-p.
 _SHORTLIST = 1024
@@ -47,17 +48,19 @@ class Sampler:
         self._logprobs = logprobs or num_topk > 0
         self._num_topk = num_topk
 
-    def __call__(self, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
-        """logits [N, V] of any float type -> one id per row."""
+    def __call__(
+        self, logits: torch.Tensor, inputs: SamplingInputs, last_ids: torch.Tensor | None = None
+    ) -> Sampled:
+        """logits [N, V] of any float type -> one id per row.
+
+        last_ids: int64 [N], each row's newest token; needed where inputs.history is there.
+        """
         logits = logits.float()
         if logits.shape[1] > self._vocab_size:
             logits = logits.clone()
             logits[:, self._vocab_size :] = -torch.inf
         distribution = torch.log_softmax(logits, dim=-1) if self._logprobs else None
-        if len(inputs.forbidden):
-            logits = logits.clone()
-            rows, ids = torch.from_numpy(inputs.forbidden.T).to(logits.device)
-            logits[rows, ids] = -torch.inf
+        logits = process_logits(logits, inputs, last_ids)
         chosen = logits.argmax(dim=-1)
         drawn = (inputs.temperature > 0).nonzero()[0]
         if len(drawn):
@@ -91,7 +94,9 @@ def _draw(
     uniform: torch.Tensor,
 ) -> torch.Tensor:
     """logits [N, V]; the rest [N] -> ids [N]."""
-    logits = filter_logits(logits / temperature[:, None], top_k, top_p, min_p)
+    # The largest is taken off first: it stays 0 however small the temperature, where x / T overflows.
+    logits = (logits - logits.max(dim=-1, keepdim=True).values) / temperature[:, None]
+    logits = filter_logits(logits, top_k, top_p, min_p)
     weights = (logits - logits.max(dim=-1, keepdim=True).values).exp()
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     threshold = uniform[:, None] * cumulative[:, -1:]
@@ -152,6 +157,14 @@ def _nucleus(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 def _largest(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The count largest of each row, equals in id order: values [N, V] -> values and ids [N, count]."""
-    ids = values.topk(count, dim=-1).indices.sort(dim=-1).values
+    top = values.topk(count, dim=-1)
+    ids, least = top.indices.sort(dim=-1).values, top.values[:, -1:]
+    equal = values == least
+    room = count - (top.values > least).sum(dim=-1)
+    # torch.topk takes any of those equal to the last; rows that leave some out get the lowest of them.
+    rows = (equal.sum(dim=-1) > room).nonzero()[:, 0]
+    if len(rows):
+        first_equal = equal[rows] & (equal[rows].cumsum(dim=-1) <= room[rows, None])
+        ids[rows] = ((values[rows] > least[rows]) | first_equal).nonzero()[:, 1].view(-1, count)
     ordered, order = values.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     return ordered, ids.gather(1, order)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.engine.block_manager import BlockManager, hash_blocks
+from pipeline.engine.block_manager import hash_blocks
+from pipeline.engine.block_tables import BlockTables, SharedPrefix
 from pipeline.engine.sequence import Sequence, SequenceTable, TokenLogprobs
 from pipeline.request import FinishReason
 
@@ -61,7 +62,7 @@ class Scheduler:
     def __init__(
         self,
         table: SequenceTable,
-        blocks: BlockManager,
+        blocks: BlockTables,
         *,
         max_num_batched_tokens: int,
         prefix_sharing: bool = True,
@@ -74,8 +75,6 @@ class Scheduler:
         self._prefix_sharing = prefix_sharing
         self._reserve = reserve
         self._waiting: deque[Sequence] = deque()
-        # Blocks each slot was promised at admission; beyond it, growth is on its own risk.
-        self._target = np.zeros(table.num_slots, np.int32)
         # After a preemption nobody is let in until somebody has ended: else both would trade blocks.
         self._admission_paused = False
 
@@ -93,11 +92,12 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. ValueError if the whole cache could not hold it alone."""
-        needed = self.blocks.blocks_for(sequence.limit)
-        if needed > self.blocks.capacity:
+        if not self.blocks.fits(sequence.limit):
+            sizes = ", ".join(str(group.manager.num_blocks) for group in self.blocks.groups)
             raise ValueError(
-                f"engine.num_blocks={self.blocks.num_blocks} holds no row of {sequence.limit} tokens "
-                f"({needed} blocks): raise it (or engine.kv_cache_gb), or lower sampling.max_tokens"
+                f"engine.num_blocks={sizes} holds no row of {sequence.limit} tokens "
+                f"(block_size {self.blocks.block_size}): raise it or engine.kv_cache_gb, or lower "
+                "sampling.max_tokens"
             )
         self._waiting.append(sequence)
 
@@ -105,7 +105,7 @@ class Scheduler:
         """Forget everything that waits or runs; the prefix cache stays."""
         self._waiting.clear()
         for slot in [s for s, sequence in enumerate(self.table.sequences) if sequence is not None]:
-            self._free_blocks(slot)
+            self.blocks.release(slot)
             self.table.release(slot)
         self._admission_paused = False
 
@@ -114,6 +114,8 @@ class Scheduler:
     def schedule(self) -> Schedule | None:
         """Plan the next step; None when nothing can run before a result comes back."""
         decoding, prefilling = self._runnable()
+        runnable = np.concatenate([decoding, np.array(prefilling, np.int64)])
+        self.blocks.slide(runnable, self.table.scheduled[runnable])
         decoding = decoding[: self._budget]
         self._grow(decoding)
         decoding = decoding[self.table.running[decoding]]
@@ -138,23 +140,10 @@ class Scheduler:
     def _grow(self, slots: np.ndarray) -> None:
         """One more block for each slot whose next position lies past its last block."""
         t = self.table
-        full = slots[t.scheduled[slots] >= t.num_blocks[slots] * self.blocks.block_size]
+        full = slots[t.scheduled[slots] >= self.blocks.num_blocks[slots] * self.blocks.block_size]
         for slot in full[np.argsort(t.admitted[full])].tolist():
-            while t.running[slot] and not self._take_blocks(slot, int(t.scheduled[slot]) + 1):
+            while t.running[slot] and not self.blocks.cover(slot, int(t.scheduled[slot]) + 1):
                 self._preempt_youngest()
-
-    def _take_blocks(self, slot: int, num_tokens: int) -> bool:
-        """Let the slot's blocks cover num_tokens positions; False (and nothing taken) if none are free."""
-        t, held = self.table, int(self.table.num_blocks[slot])
-        missing = self.blocks.blocks_for(num_tokens) - held
-        if missing <= 0:
-            return True
-        taken = self.blocks.allocate(missing)
-        if taken is None:
-            return False
-        t.block_tables[slot, held : held + missing] = taken
-        t.num_blocks[slot] = held + missing
-        return True
 
     def _continue_prefills(self, slots: list[int], budget: int) -> dict[int, int]:
         t = self.table
@@ -164,7 +153,7 @@ class Scheduler:
             if chunk <= 0:
                 break
             # Only memory left over by others is used: a prefill in progress waits rather than preempts.
-            if t.running[slot] and self._take_blocks(slot, int(t.scheduled[slot]) + chunk):
+            if t.running[slot] and self.blocks.cover(slot, int(t.scheduled[slot]) + chunk):
                 chunks[slot] = chunk
                 budget -= chunk
         if slots and not chunks and not self._anyone_else_runs(slots):
@@ -179,7 +168,7 @@ class Scheduler:
         t = self.table
         chunk = min(int(t.length[slot] + t.pending[slot] - t.scheduled[slot]), budget)
         while t.running[slot] and chunk > 0:
-            if self._take_blocks(slot, int(t.scheduled[slot]) + chunk):
+            if self.blocks.cover(slot, int(t.scheduled[slot]) + chunk):
                 return {slot: chunk}
             self._preempt_youngest()
         return {}
@@ -191,25 +180,23 @@ class Scheduler:
             if self._admission_paused and t.running.any():
                 return
             sequence = self._waiting[0]
-            prefix = self._shared_prefix(sequence)
-            target = self._promise(sequence)
-            from_free = target - len(prefix) + self.blocks.num_unowned(prefix)
-            if from_free > self.blocks.num_free - self._outstanding() and t.running.any():
+            prefix, promised = self._shared_prefix(sequence), self._promise(sequence)
+            if not self.blocks.can_admit(promised, prefix, t.running) and t.running.any():
                 return
             self._waiting.popleft()
-            slot = self._place(sequence, prefix, target)
+            slot = self._place(sequence, prefix, promised)
             chunk = min(int(t.length[slot] - t.scheduled[slot]), budget)
-            taken = self._take_blocks(slot, int(t.scheduled[slot]) + chunk)
+            taken = self.blocks.cover(slot, int(t.scheduled[slot]) + chunk)
             assert taken, "admission promised blocks that are not there"
             chunks[slot] = chunk
             budget -= chunk
             # Now, not after the step: a twin admitted beside it finds its K/V written before it reads.
             self._register(slot, int(t.scheduled[slot]) + chunk)
 
-    def _shared_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks that already hold the sequence's beginning; its last token is always computed."""
+    def _shared_prefix(self, sequence: Sequence) -> SharedPrefix:
+        """What of the sequence's beginning is in memory; its last token is always computed."""
         if not self._prefix_sharing:
-            return []
+            return self.blocks.find_prefix([])
         reusable = (len(sequence.tokens) - 1) // self.blocks.block_size
         if len(sequence.block_hashes) < reusable:
             sequence.block_hashes[:] = hash_blocks(
@@ -218,23 +205,15 @@ class Scheduler:
         return self.blocks.find_prefix(sequence.block_hashes[:reusable])
 
     def _promise(self, sequence: Sequence) -> int:
-        """Blocks set aside for a sequence: what it has, and `reserve` of what it may still become."""
+        """Tokens to set memory aside for: what it has, and `reserve` of what it may still become."""
         known = len(sequence.tokens)
-        return self.blocks.blocks_for(known + int(self._reserve * (sequence.limit - known)))
+        return known + int(self._reserve * (sequence.limit - known))
 
-    def _outstanding(self) -> int:
-        """Blocks promised to running sequences and not yet taken."""
-        t = self.table
-        return int(np.maximum(self._target - t.num_blocks, 0)[t.running].sum())
-
-    def _place(self, sequence: Sequence, prefix: list[int], target: int) -> int:
-        slot, t = self.table.place(sequence), self.table
-        self.blocks.share(prefix)
-        t.block_tables[slot, : len(prefix)] = prefix
-        t.num_blocks[slot] = len(prefix)
-        t.scheduled[slot] = len(prefix) * self.blocks.block_size
-        self._target[slot] = target
-        self.counters.num_shared_blocks += len(prefix)
+    def _place(self, sequence: Sequence, prefix: SharedPrefix, promised: int) -> int:
+        slot = self.table.place(sequence)
+        self.blocks.admit(slot, promised, prefix)
+        self.table.scheduled[slot] = prefix.num_blocks * self.blocks.block_size
+        self.counters.num_shared_blocks += prefix.num_blocks
         return slot
 
     def _register(self, slot: int, num_scheduled: int) -> None:
@@ -243,9 +222,7 @@ class Scheduler:
             return
         sequence = self.table.sequences[slot]
         assert sequence is not None
-        full = min(num_scheduled // self.blocks.block_size, len(sequence.block_hashes))
-        for i in range(full):
-            self.blocks.register(int(self.table.block_tables[slot, i]), sequence.block_hashes[i])
+        self.blocks.register(slot, sequence.block_hashes, num_scheduled)
 
     def _commit(self, decoding: np.ndarray, chunks: dict[int, int]) -> Schedule | None:
         """Turn the choice into arrays and count it as scheduled."""
@@ -283,7 +260,7 @@ class Scheduler:
         self.counters.num_preemptions += 1
         self._admission_paused = True
         self._name_generated_blocks(slot)
-        self._free_blocks(slot)
+        self.blocks.release(slot)
         t.running[slot] = False
         if not t.pending[slot]:
             self._return(slot)
@@ -303,14 +280,8 @@ class Scheduler:
 
     def _return(self, slot: int) -> None:
         """Back to the front of the queue, with all tokens known so far."""
-        self._free_blocks(slot)
+        self.blocks.release(slot)
         self._waiting.appendleft(self.table.release(slot))
-
-    def _free_blocks(self, slot: int) -> None:
-        t = self.table
-        self.blocks.free(t.block_tables[slot, : t.num_blocks[slot]].tolist())
-        t.num_blocks[slot] = 0
-        self._target[slot] = 0
 
     # ---------------------------------------------------------------- results
 
@@ -349,7 +320,7 @@ class Scheduler:
         ]
 
     def _finish(self, slot: int, reason: FinishReason) -> Sequence:
-        self._free_blocks(slot)
+        self.blocks.release(slot)
         self._admission_paused = False
         sequence = self.table.release(slot)
         sequence.finish_reason = reason

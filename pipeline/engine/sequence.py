@@ -4,8 +4,7 @@
 numpy arrays with one row per sequence slot, so that a step costs a few array operations instead of
 a Python loop over the batch. Knows tokens and limits; refuses to know blocks' owners and tensors.
 
-Shapes: S = sequence slots, L = tokens of the longest sequence in flight, B = blocks per sequence,
-K = alternatives per token.
+Shapes: S = sequence slots, C = completion tokens, K = alternatives per token.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 
 from pipeline.engine.philox import sequence_key
 from pipeline.engine.stop_strings import StopStringMatcher
-from pipeline.request import FinishReason, Request
+from pipeline.request import FinishReason, Request, SamplingParams
 
 # Pads the rows of `stop_ids`; no token has it.
 NO_TOKEN = -1
@@ -86,7 +85,7 @@ class SequenceTable:
     that it is nobody's.
     """
 
-    def __init__(self, num_slots: int, blocks_per_sequence: int, num_topk: int = 0) -> None:
+    def __init__(self, num_slots: int, num_topk: int = 0) -> None:
         self.num_slots = num_slots
         self.num_topk = num_topk
         self.sequences: list[Sequence | None] = [None] * num_slots
@@ -98,9 +97,7 @@ class SequenceTable:
         self.pending = np.zeros(num_slots, np.int32)
         self.limit = np.zeros(num_slots, np.int32)
         self.num_prompt = np.zeros(num_slots, np.int32)
-        self.num_blocks = np.zeros(num_slots, np.int32)
         self.tokens = np.zeros((num_slots, 256), np.int32)
-        self.block_tables = np.zeros((num_slots, blocks_per_sequence), np.int32)
         self.philox_keys = np.zeros((num_slots, 2), np.uint32)
         self.stop_ids = np.full((num_slots, 1), NO_TOKEN, np.int32)
         self.has_stop_strings = np.zeros(num_slots, bool)
@@ -109,6 +106,12 @@ class SequenceTable:
         self.top_p = np.ones(num_slots, np.float32)
         self.min_p = np.zeros(num_slots, np.float32)
         self.min_length = np.zeros(num_slots, np.int32)
+        self.repetition_penalty = np.ones(num_slots, np.float32)
+        self.presence_penalty = np.zeros(num_slots, np.float32)
+        self.frequency_penalty = np.zeros(num_slots, np.float32)
+        # Rows whose logits depend on their tokens, and rows with a bias or bad words.
+        self.has_history = np.zeros(num_slots, bool)
+        self.has_edits = np.zeros(num_slots, bool)
         # Grown to the longest completion in flight, not to the longest possible: memory is
         # slots x completion x (4 + 8 K) bytes.
         self.logprobs = np.zeros((num_slots, 0), np.float32)
@@ -121,6 +124,11 @@ class SequenceTable:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
+    def params_of(self, slot: int) -> SamplingParams:
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        return sequence.request.params
+
     def place(self, sequence: Sequence) -> int:
         """Give the sequence a slot and copy its numbers in."""
         slot = self._free_slots.pop()
@@ -130,7 +138,7 @@ class SequenceTable:
         self.admitted[slot] = self._num_admitted
         self.running[slot] = True
         self.length[slot] = known
-        self.scheduled[slot] = self.pending[slot] = self.num_blocks[slot] = 0
+        self.scheduled[slot] = self.pending[slot] = 0
         self.limit[slot] = sequence.limit
         self.num_prompt[slot] = sequence.num_prompt_tokens
         self.min_length[slot] = sequence.num_prompt_tokens + params.min_tokens
@@ -145,6 +153,11 @@ class SequenceTable:
         self.top_k[slot] = params.top_k or 0
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
+        self.repetition_penalty[slot] = params.repetition_penalty
+        self.presence_penalty[slot] = params.presence_penalty
+        self.frequency_penalty[slot] = params.frequency_penalty
+        self.has_history[slot] = params.needs_history
+        self.has_edits[slot] = bool(params.logit_bias or params.bad_words_ids)
         if sequence.logprobs is not None:
             places = np.arange(known - sequence.num_prompt_tokens)
             self._store_logprobs(np.full_like(places, slot), places, sequence.logprobs)

@@ -22,10 +22,10 @@ class StopStringMatcher:
     def __init__(self, stop: Sequence[str], decode: Callable[[list[int]], str]) -> None:
         self._stop = tuple(stop)
         self._decode = decode
-        self._reach = max(len(s) for s in stop) - 1
         self._ids: list[int] = []
         self._context = 0  # ids from here on give the new ones their context
         self._read = 0  # ids before this one are part of `text`
+        self._floor = 0  # a stop string must end behind this character
         self.text = ""
         self.found_at: int | None = None
 
@@ -37,13 +37,21 @@ class StopStringMatcher:
         self._ids.append(token)
         before = self._decode(self._ids[self._context : self._read])
         after = self._decode(self._ids[self._context :])
-        if after.endswith(_INCOMPLETE) or len(after) <= len(before):
-            return False
-        searched_from = max(0, len(self.text) - self._reach)
-        self.text += after[len(before) :]
-        self._context, self._read = self._read, len(self._ids)
+        # Half a character may still become a whole one; what stands before it is settled.
+        settled = after.rstrip(_INCOMPLETE)
+        text = self.text + settled[len(before) :]
         if len(self._ids) < min_tokens:
-            return False
-        hits = [at for s in self._stop if (at := self.text.find(s, searched_from)) >= 0]
-        self.found_at = min(hits, default=None)
-        return self.found_at is not None
+            self._floor = len(text)
+        elif hits := [at for s in self._stop if (at := self._find(s, text)) is not None]:
+            self.text, self.found_at = text, min(hits)
+            return True
+        if settled == after and len(after) > len(before):
+            self.text = text
+            self._context, self._read = self._read, len(self._ids)
+        return False
+
+    def _find(self, stop: str, text: str) -> int | None:
+        """Where `stop` begins in `text`, if it ends in what is new."""
+        newer_than = max(len(self.text), self._floor)
+        at = text.find(stop, max(newer_than - len(stop) + 1, 0))
+        return at if at >= 0 else None

@@ -24,17 +24,30 @@ _TENSORS_PER_PLAN = 6
 
 
 @dataclass(frozen=True)
+class GroupContext:
+    """What the layers of one group need to know of a step.
+
+    slot_mapping: int64 [T], the KV position (block * P + offset) each token writes. plans: tensors
+    of the step's tile plans, one after the other.
+    """
+
+    slot_mapping: torch.Tensor
+    plans: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
 class AttentionContext:
     """What a step's attention needs to know, handed to the model as `tokenmill=`.
 
-    keys, values: per layer [N, H, P, D]. slot_mapping: int64 [T], the KV position (block * P +
-    offset) of each token. plans: by sliding window (None: full attention), the tile plans' tensors.
+    keys, values: per layer [N, H, P, D]. groups: by sliding window, None for full attention.
     """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
-    slot_mapping: torch.Tensor
-    plans: dict[int | None, list[torch.Tensor]]
+    groups: dict[int | None, GroupContext]
+
+    def group(self, layer: int, window: int | None) -> GroupContext:
+        return self.groups[window]
 
 
 @torch.library.custom_op("tokenmill::paged_attention", mutates_args=("keys", "values"))
@@ -85,14 +98,15 @@ def tokenmill_attention(
     if tokenmill is None:
         raise ValueError("the attention 'tokenmill' needs the engine's context: call the model through it")
     layer = cast(int, module.layer_idx)
+    group = tokenmill.group(layer, sliding_window)
     out = paged_attention(
         query[0].transpose(0, 1).contiguous(),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         tokenmill.keys[layer],
         tokenmill.values[layer],
-        tokenmill.slot_mapping,
-        tokenmill.plans[sliding_window],
+        group.slot_mapping,
+        group.plans,
         query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap,
         s_aux,

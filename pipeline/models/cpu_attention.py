@@ -72,6 +72,22 @@ def plan_tiles(
     return plans
 
 
+def plan_tensors(
+    starts: np.ndarray,
+    query_lens: np.ndarray,
+    block_tables: np.ndarray,
+    *,
+    block_size: int,
+    group_size: int,
+    window: int | None,
+) -> list[torch.Tensor]:
+    """The same as one flat list of tensors, as the attention operator takes it."""
+    plans = plan_tiles(
+        starts, query_lens, block_tables, block_size=block_size, group_size=group_size, window=window
+    )
+    return [tensor for plan in plans for tensor in plan.tensors()]
+
+
 def _plan(
     rows: np.ndarray,
     width: int,
@@ -138,7 +154,9 @@ def attend(
     pairs = len(pair_tile)
     q = padded[pair_tile].view(pairs * num_kv_heads, rows, head_dim)
     k = keys[pair_block].view(pairs * num_kv_heads, block_size, head_dim)
-    scores = torch.bmm(q, k.transpose(1, 2)).view(pairs, num_kv_heads, rows, block_size).float()
+    scores = torch.bmm(q, k.transpose(1, 2)).view(pairs, num_kv_heads, rows, block_size)
+    # Half types are summed in float32; the self-check runs in float64 throughout.
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     seen = visible.repeat_interleave(group, dim=1)[:, None]
@@ -148,7 +166,7 @@ def attend(
     mass = weights.sum(dim=-1, keepdim=True)
     v = values[pair_block].view(pairs * num_kv_heads, block_size, head_dim)
     partial = torch.bmm(weights.view(-1, rows, block_size).to(v.dtype), v)
-    partial = partial.view(pairs, num_kv_heads, rows, head_dim).float()
+    partial = partial.view(pairs, num_kv_heads, rows, head_dim).to(scores.dtype)
 
     combined = _combine(highest, mass, partial, blocks_at.tolist(), sinks, width, group)
     combined = combined[:, :, : width * group].reshape(tiles, num_kv_heads, width, group, head_dim)
@@ -180,7 +198,10 @@ def _combine(
     if sinks is not None:
         # A sink is a key without a value: it takes its share of the mass and adds nothing.
         by_row = (
-            sinks.float().view(1, -1, 1, group).expand(-1, -1, width, -1).reshape(1, -1, width * group, 1)
+            sinks.to(total.dtype)
+            .view(1, -1, 1, group)
+            .expand(-1, -1, width, -1)
+            .reshape(1, -1, width * group, 1)
         )
         used = slice(0, width * group)
         total[:, :, used] += (by_row - top[:, :, used]).exp()

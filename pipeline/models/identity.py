@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import LoadFormat, ModelConfig
+from pipeline.models.adapter import adapter_identity
 from pipeline.models.load import InspectedModel
+from pipeline.models.weight_files import weight_files
 
-_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
-# Read at both ends of a weight file: the head names every tensor, and no two trainings share both.
-_SAMPLED_BYTES = 256 * 1024
+# A file up to this size is read whole. Of a larger one: its two ends, of which the first names every tensor,
+# and pieces spread evenly, since a training may have changed a few layers in the middle only.
+_WHOLE_BYTES = 64 * 2**20
+_END_BYTES = 256 * 1024
+_PIECES, _PIECE_BYTES = 2048, 4096
 # Facts of a configuration's origin, not of the model.
 _IGNORED = ("_name_or_path", "transformers_version", "_commit_hash", "_attn_implementation")
 
@@ -35,9 +39,10 @@ def model_identity(config: ModelConfig, inspected: InspectedModel, tokenizer: An
     return {
         "model.config": _hash(json.dumps(hf_config, sort_keys=True, default=str)),
         "model.weights": _weights(config),
+        "model.adapter_hash": adapter_identity(config),
         "model.tokenizer_hash": _hash(vocabulary),
         "model.chat_template": _hash(json.dumps(tokenizer.chat_template, sort_keys=True)),
-        "model.revision": getattr(inspected.hf_config, "_commit_hash", None) or config.revision,
+        "model.revision": inspected.config.revision,
     }
 
 
@@ -47,14 +52,23 @@ def _weights(config: ModelConfig) -> str | None:
     if config.load_format is LoadFormat.dummy or not folder.is_dir():
         return None
     digest = hashlib.sha256()
-    for file in sorted(f for f in folder.iterdir() if f.suffix in _WEIGHTS):
+    files = [folder / config.gguf_file] if config.gguf_file else weight_files(folder)
+    for file in files:
         size = file.stat().st_size
-        digest.update(f"{file.name}:{size}:".encode())
+        digest.update(f"{file.suffix if config.gguf_file else file.name}:{size}:".encode())
         with file.open("rb") as stream:
-            digest.update(stream.read(_SAMPLED_BYTES))
-            stream.seek(max(size - _SAMPLED_BYTES, 0))
-            digest.update(stream.read(_SAMPLED_BYTES))
+            for start, length in _sampled(size):
+                stream.seek(start)
+                digest.update(stream.read(length))
     return digest.hexdigest()[:32]
+
+
+def _sampled(size: int) -> list[tuple[int, int]]:
+    """(start, length) of what is read of a file."""
+    if size <= _WHOLE_BYTES:
+        return [(0, size)]
+    pieces = [(size * i // _PIECES, _PIECE_BYTES) for i in range(1, _PIECES)]
+    return [(0, _END_BYTES), *pieces, (size - _END_BYTES, _END_BYTES)]
 
 
 def _hash(text: str) -> str:

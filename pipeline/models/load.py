@@ -11,12 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from pipeline.config import Device, Dtype, LoadFormat, ModelConfig
+from pipeline.config import Device, Dtype, ModelConfig
+from pipeline.models.adapter import check_adapter
 from pipeline.models.architecture import Architecture, read_architecture
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.self_check import check_architecture
+from pipeline.models.gguf import check_gguf, gguf_arguments, mend_gguf_tokenizer
+from pipeline.models.load_errors import explain_unreadable, one_line, quiet_retries
+from pipeline.models.quantized import check_quantization, quantization_of
+from pipeline.models.revision import pin_revision
+from pipeline.models.self_check import check_architecture, check_step_equals_eager
+from pipeline.models.weight_files import check_weight_files
+from pipeline.models.weights import read_weights
 
 
 @dataclass(frozen=True)
@@ -39,14 +46,25 @@ class LoadedModel:
 
 def read_config(config: ModelConfig) -> Any:
     """The transformers configuration of model.path; ValueError naming it if there is none."""
-    try:
-        return AutoConfig.from_pretrained(
-            config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
+    if (Path(os.path.expanduser(config.path)) / "adapter_config.json").exists():
+        # transformers would quietly load the model that the adapter names.
+        raise ValueError(
+            f"model.path={config.path} is an adapter: give it as model.adapter, and the model that it was "
+            "trained on as model.path"
         )
-    except (OSError, ValueError) as error:
+    check_gguf(config)
+    try:
+        with quiet_retries():
+            return AutoConfig.from_pretrained(
+                config.path,
+                revision=config.revision,
+                trust_remote_code=config.trust_remote_code,
+                **gguf_arguments(config),
+            )
+    except Exception as error:  # transformers raises what the broken file happens to cause
         raise ValueError(
             f"model.path={config.path} cannot be read as a model: "
-            f"{_explain_missing(config.path, 'config.json')}{error}"
+            f"{explain_unreadable(config.path, config.gguf_file or 'config.json', error)}"
         ) from error
 
 
@@ -54,35 +72,49 @@ def load_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer of model.tokenizer or model.path; ValueError naming the key if there is none."""
     path = config.tokenizer or config.path
     key = "model.tokenizer" if config.tokenizer else "model.path"
-    # The revision names a state of the model's repository, not of another one.
-    revision = None if config.tokenizer else config.revision
+    # The revision and the GGUF file belong to the model's folder, not to another one.
+    own: dict[str, Any] = {} if config.tokenizer else {"revision": config.revision, **gguf_arguments(config)}
     try:
-        return AutoTokenizer.from_pretrained(
-            path, revision=revision, trust_remote_code=config.trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **own)
     except Exception as error:  # transformers raises what the broken file happens to cause
         raise ValueError(
-            f"{key}={path} has no usable tokenizer: {_explain_missing(path, 'tokenizer.json')}"
-            f"{type(error).__name__}: {error}; set model.tokenizer to a folder that has one"
+            f"{key}={path} has no usable tokenizer: "
+            f"{explain_unreadable(path, config.gguf_file or 'tokenizer.json', error, key)}; "
+            "set model.tokenizer to a folder that has one"
         ) from error
+    return mend_gguf_tokenizer(config, tokenizer) if "gguf_file" in own else tokenizer
 
 
 def read_generation_config(config: ModelConfig) -> GenerationConfig | None:
     """The model's own sampling defaults and stop ids; None if it brings none."""
     try:
         return GenerationConfig.from_pretrained(config.path, revision=config.revision or "main")
-    except OSError:
+    except OSError as error:
+        # transformers says of a damaged file, too, that there is none.
+        file = Path(os.path.expanduser(config.path)) / "generation_config.json"
+        if file.exists():
+            raise ValueError(
+                f"model.path={config.path}: {file} cannot be read, and it says where rows stop: "
+                f"restore it, or remove it to go without ({one_line(error)})"
+            ) from error
         return None
 
 
 @dataclass(frozen=True)
 class InspectedModel:
-    """What is known of a model before its weights are read: it can run, and how long its rows may be."""
+    """What is known of a model before its weights are read: it can run, and with which sizes.
 
+    config: as given, its revision pinned to the commit that was found, so that all else is read from it.
+    """
+
+    config: ModelConfig
     hf_config: Any
     generation_config: GenerationConfig | None
     architecture: Architecture
-    max_model_len: int
+
+    @property
+    def max_model_len(self) -> int:
+        return self.architecture.max_position
 
 
 def inspect_model(config: ModelConfig) -> InspectedModel:
@@ -90,13 +122,15 @@ def inspect_model(config: ModelConfig) -> InspectedModel:
 
     Raises UnsupportedModel for what the engine cannot run, ValueError for what cannot be read.
     """
+    config = pin_revision(config)
     hf_config = read_config(config)
-    architecture = read_architecture(hf_config)
-    check_architecture(hf_config, config.trust_remote_code)
-    resolve_device(config.device)
-    return InspectedModel(
-        hf_config, read_generation_config(config), architecture, _max_model_len(config, architecture)
-    )
+    architecture = read_architecture(hf_config, config.max_model_len)
+    device = resolve_device(config.device)
+    check_quantization(config.path, hf_config, device)
+    check_architecture(hf_config, config.max_model_len, config.trust_remote_code)
+    check_weight_files(config)
+    check_adapter(config, hf_config)
+    return InspectedModel(config, hf_config, read_generation_config(config), architecture)
 
 
 def load_model(
@@ -106,13 +140,15 @@ def load_model(
     inspected = inspected or inspect_model(config)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, inspected.hf_config, device)
-    model = _read_weights(config, inspected.hf_config, dtype).to(device).eval().requires_grad_(False)
-    return wrap_model(
-        model,
+    loaded = wrap_model(
+        read_weights(inspected.config, inspected.hf_config, dtype, device),
         tokenizer=tokenizer,
         generation_config=inspected.generation_config,
         max_model_len=inspected.max_model_len,
     )
+    if quantization_of(inspected.hf_config) is not None:
+        check_step_equals_eager(loaded.model, loaded.architecture)
+    return loaded
 
 
 def wrap_model(
@@ -123,7 +159,7 @@ def wrap_model(
     max_model_len: int | None = None,
 ) -> LoadedModel:
     """Take a transformers model that is already in memory; its attention is replaced in place."""
-    architecture = read_architecture(model.config)
+    architecture = read_architecture(model.config, max_model_len)
     model.set_attn_implementation(ATTENTION_NAME)
     generation_config = generation_config or getattr(model, "generation_config", None)
     vocab_size = architecture.vocab_size
@@ -133,9 +169,10 @@ def wrap_model(
         model=model,
         architecture=architecture,
         device=next(model.parameters()).device,
-        dtype=next(model.parameters()).dtype,
+        # Of the first parameter that is a float: quantised ones are not.
+        dtype=model.dtype,
         vocab_size=vocab_size,
-        max_model_len=max_model_len or architecture.max_position,
+        max_model_len=architecture.max_position,
         eos_ids=stop_ids(generation_config, tokenizer),
         tokenizer=tokenizer,
     )
@@ -164,41 +201,3 @@ def resolve_dtype(dtype: Dtype, hf_config: Any, device: torch.device) -> torch.d
     if device.type == "cpu":
         return torch.float32
     return getattr(hf_config, "dtype", None) or torch.bfloat16
-
-
-def _read_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype) -> Any:
-    if config.load_format is LoadFormat.dummy:
-        return AutoModelForCausalLM.from_config(
-            hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code
-        )
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            config.path,
-            config=hf_config,
-            revision=config.revision,
-            dtype=dtype,
-            trust_remote_code=config.trust_remote_code,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"model.path={config.path}: the weights cannot be read: {error}") from error
-
-
-def _max_model_len(config: ModelConfig, architecture: Architecture) -> int:
-    if config.max_model_len is None:
-        return architecture.max_position
-    if config.max_model_len > architecture.max_position:
-        raise ValueError(
-            f"model.max_model_len={config.max_model_len} is past the model's max_position_embeddings "
-            f"{architecture.max_position}: lower it or leave it null"
-        )
-    return config.max_model_len
-
-
-def _explain_missing(path: str, name: str) -> str:
-    """A first sentence for the commonest mistakes with local paths."""
-    folder = Path(os.path.expanduser(path))
-    if folder.is_dir() and not (folder / name).exists():
-        return f"the folder has no {name}. "
-    if not folder.exists() and path.startswith((".", "/", "~")):
-        return "there is no such folder. "
-    return ""

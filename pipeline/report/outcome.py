@@ -76,7 +76,13 @@ class Outcome:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             seconds=time.time() - self.started,
+            stopped_by=self._reason(),
         )
+
+    def _reason(self) -> str | None:
+        if isinstance(self.stopped_by, signal.Signals):
+            return f"by {self.stopped_by.name}"
+        return self.stopped_by
 
     @property
     def exit_code(self) -> int:

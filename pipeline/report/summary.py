@@ -40,7 +40,10 @@ def start_block(
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended. Rows, tokens and seconds are this process's; rows_left those of the whole job."""
+    """How a run ended. Rows, tokens and seconds are this process's; rows_left those of the whole job.
+
+    stopped_by: what ended it before its time, in words.
+    """
 
     output_dir: str
     rows_by_reason: Mapping[str, int]
@@ -49,6 +52,7 @@ class RunSummary:
     prompt_tokens: int
     completion_tokens: int
     seconds: float
+    stopped_by: str | None = None
 
 
 def closing_summary(run: RunSummary, cost: CostConfig) -> str:
@@ -65,6 +69,8 @@ def closing_summary(run: RunSummary, cost: CostConfig) -> str:
         price = f"{money(cost.gpu_hour_usd)} a GPU-hour"
         entries.append(("cost", f"{money(spent)}, {money(per_million)} per million output tokens ({price})"))
     entries.append(("output", run.output_dir))
+    if run.stopped_by is not None:
+        entries.append(("stopped", run.stopped_by))
     return "\n".join(_table(entries) + _next_steps(run))
 
 

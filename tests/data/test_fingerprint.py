@@ -91,7 +91,9 @@ def test_the_difference_of_long_values_is_in_sight():
 
 
 def test_the_refusal_lists_all_and_tells_the_remedy():
-    with pytest.raises(ValueError, match="out holds another job: a: 1 → 2; b: 1 → 3. Restore these values.*output.dir"):
+    with pytest.raises(
+        ValueError, match="out holds another job: a: 1 → 2; b: 1 → 3. Restore these values.*output.dir"
+    ):
         refuse_difference(Path("out"), {"a": 1, "b": 1}, {"a": 2, "b": 3})
     refuse_difference(Path("out"), {"a": 1}, {"a": 1})
 

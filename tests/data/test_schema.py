@@ -55,11 +55,16 @@ def test_columns_come_in_order_with_the_promised_types():
 
 def test_topk_can_be_float32():
     output = OutputConfig(dir="x", completion_ids=True, topk=3, topk_dtype=TopkDtype.float32)
-    assert output_schema(output, pa.schema([])).arrow.field("topk_logprobs").type.value_type.value_type == "float"
+    assert (
+        output_schema(output, pa.schema([])).arrow.field("topk_logprobs").type.value_type.value_type
+        == "float"
+    )
 
 
 def test_a_carried_column_never_takes_one_of_our_names():
-    source = pa.schema([(name, pa.int8()) for name in ("prompt", "input_prompt", "logprobs", "input_row", "row")])
+    source = pa.schema(
+        [(name, pa.int8()) for name in ("prompt", "input_prompt", "logprobs", "input_row", "row")]
+    )
     schema = output_schema(OutputConfig(dir="x"), source)
     assert dict(schema.carried) == {
         "prompt": "input_input_prompt",
@@ -74,6 +79,10 @@ def test_a_carried_column_never_takes_one_of_our_names():
 def test_a_missing_column_is_named_with_those_there_are():
     with pytest.raises(ValueError, match=r"output\.columns=\['x'\] names 'x'.*it has a, b"):
         output_schema(OutputConfig(dir="x", columns=["x"]), pa.schema([("a", pa.int8()), ("b", pa.int8())]))
+
+
+def test_an_input_without_columns_has_nothing_to_carry():
+    assert not output_schema(OutputConfig(dir="x", columns=["x"]), pa.schema([])).carried
 
 
 def test_no_columns_may_be_carried():
@@ -158,5 +167,7 @@ def test_what_datasets_knows_of_a_carried_column_goes_along():
     features = {"info": {"features": {"c": {"names": ["no", "yes"], "_type": "ClassLabel"}, "d": {}}}}
     source = pa.schema([("c", pa.int64())], metadata={"huggingface": json.dumps(features)})
     metadata = output_schema(OutputConfig(dir="x"), source, {"version": "1"}).arrow.metadata
-    assert json.loads(metadata[b"huggingface"])["info"]["features"] == {"c": features["info"]["features"]["c"]}
+    assert json.loads(metadata[b"huggingface"])["info"]["features"] == {
+        "c": features["info"]["features"]["c"]
+    }
     assert json.loads(metadata[b"tokenmill"]) == {"version": "1"}
