@@ -243,6 +243,10 @@ class EngineConfig:
         _at_least("engine.max_num_seqs", self.max_num_seqs, 1)
         _at_least("engine.max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("engine.block_size", self.block_size, 1)
+        if self.block_size > 1024:
+            raise ValueError(f"engine.block_size={self.block_size} is too large: use 1024 or less")
+        if not self.kv_cache_gb > 0:
+            raise ValueError(f"engine.kv_cache_gb={self.kv_cache_gb} must be more than 0")
         _at_least("engine.num_blocks", self.num_blocks, 2)
         if not 0 <= self.reserve <= 1:
             raise ValueError(f"engine.reserve={self.reserve} is a share: use a number from 0 to 1")
@@ -329,6 +333,8 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         _at_least("output.topk", self.topk, 0)
+        if not self.commit_interval_s >= 0:
+            raise ValueError(f"output.commit_interval_s={self.commit_interval_s} must be 0 or more seconds")
         _at_least("output.max_part_bytes", self.max_part_bytes, 1)
         if (self.logprobs or self.topk) and not self.completion_ids:
             raise ValueError(
@@ -343,6 +349,12 @@ class CostConfig:
     # Stop cleanly once this much is spent; the same command with more goes on.
     max_usd: Optional[float] = None
 
+    def __post_init__(self) -> None:
+        if not self.gpu_hour_usd >= 0:
+            raise ValueError(f"cost.gpu_hour_usd={self.gpu_hour_usd} must be 0 or more dollars")
+        if self.max_usd is not None and not self.max_usd > 0:
+            raise ValueError(f"cost.max_usd={self.max_usd} must be more than 0, or null")
+
 
 @dataclass
 class ReportConfig:
@@ -351,6 +363,11 @@ class ReportConfig:
     # Completions shown at the end, and the input column with the right answer, if there is one.
     show_completions: int = 3
     expected_column: Optional[str] = None
+
+    def __post_init__(self) -> None:
+        _at_least("report.show_completions", self.show_completions, 0)
+        if not self.interval_s > 0:
+            raise ValueError(f"report.interval_s={self.interval_s} must be more than 0 seconds")
 
 
 @dataclass

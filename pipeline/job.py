@@ -44,7 +44,13 @@ def _generate(config: JobConfig, job: PreparedJob, outcome: Outcome, worker: str
         Prefetch(job.requests(), config.prompt.prefetch_rows) as requests,
         ProgressDisplay(job.num_results, config.report, config.cost, outcome.rows_before) as display,
     ):
-        for completion in engine.generate(requests, lambda: bool(signals.received) or budget.spent):
+
+        def should_stop() -> bool:
+            # Asked once a step: a finished row never waits with its commit for the next one to finish.
+            writer.commit_if_due()
+            return bool(signals.received) or budget.spent
+
+        for completion in engine.generate(requests, should_stop):
             writer.append(completion)
             outcome.add(completion)
             display.update(outcome.progress(engine.stats))

@@ -14,6 +14,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,6 +160,7 @@ class CommandServer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(_PATIENCE_S)
+        shutil.rmtree(self._folder)
 
 
 def committed_rows(job: Path) -> int:

@@ -159,7 +159,10 @@ class Engine:
 
     def _take_in(self, feed: Feed) -> Iterator[Completion]:
         """Pull requests until a batch of sequences waits; hand back those that cannot run."""
-        while self._scheduler.num_waiting < self.config.max_num_seqs:
+        # A long stretch of refused rows must not keep the loop from its other work, stopping included.
+        for _ in range(self.config.max_num_seqs):
+            if self._scheduler.num_waiting >= self.config.max_num_seqs:
+                return
             request = feed.next(may_wait=not self._scheduler.has_work)
             if request is None:
                 return

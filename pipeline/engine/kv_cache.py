@@ -8,6 +8,7 @@ Shapes: N = blocks of the layer's group, H = KV heads, P = positions per block, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,6 +34,13 @@ class KVCache:
         self, shape: KVShape, num_blocks: Mapping[int, int], block_size: int, device: torch.device
     ) -> None:
         self.block_size = block_size
+        needed = sum(num_blocks.values()) * shape.bytes_per_block(block_size)
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if device.type == "cpu" and needed > there:
+            raise ValueError(
+                f"engine.num_blocks={max(num_blocks.values())} takes {needed / 2**30:.1f} GiB and this "
+                f"machine has {there / 2**30:.1f}: lower it, or set engine.kv_cache_gb instead"
+            )
         # Zeros, not garbage: masked positions are multiplied by a weight of 0, and 0 x NaN is NaN.
         self.keys, self.values = (
             [

@@ -62,6 +62,9 @@ class ModelRunner:
         self._group_size = a.num_heads // a.num_kv_heads
         self._sizes = self._usable_sizes(max_num_batched_tokens) if bitwise else None
         self._forward = loaded.model
+        if compile and loaded.device.type == "cpu":
+            # The tile plans' shapes change with every step: each would be compiled anew.
+            raise ValueError("engine.compile=true is for GPUs: use engine.compile=false on the CPU")
         if compile:
             self._forward = torch.compile(loaded.model, fullgraph=True, dynamic=False)
 
@@ -139,9 +142,15 @@ class ModelRunner:
 
     def _usable_sizes(self, max_num_batched_tokens: int) -> tuple[int, ...]:
         """Candidate sizes, up to the first that holds a full step, at which all rows get the same bits."""
-        largest = next((s for s in _CANDIDATE_SIZES if s >= max_num_batched_tokens), max_num_batched_tokens)
-        candidates = [s for s in (*_CANDIDATE_SIZES, largest) if s <= largest]
-        sizes = find_invariant_sizes(sorted(set(candidates)), lambda size: probe(self._loaded, size)[0])
+        if max_num_batched_tokens > _CANDIDATE_SIZES[-1]:
+            raise ValueError(
+                f"engine.max_num_batched_tokens={max_num_batched_tokens} is above {_CANDIDATE_SIZES[-1]}, "
+                "the largest step that bitwise determinism is tried at: lower it, or use "
+                "engine.determinism=fast"
+            )
+        largest = next(size for size in _CANDIDATE_SIZES if size >= max_num_batched_tokens)
+        candidates = [size for size in _CANDIDATE_SIZES if size <= largest]
+        sizes = find_invariant_sizes(candidates, lambda size: probe(self._loaded, size)[0])
         if not sizes or sizes[-1] < max_num_batched_tokens:
             raise ValueError(
                 "engine.determinism=bitwise: on this machine a row's bits depend on how many rows stand "

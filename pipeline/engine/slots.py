@@ -98,5 +98,7 @@ class BatchSlots(Generic[Inputs, Output]):
     def __enter__(self) -> BatchSlots[Inputs, Output]:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Who interrupts a second time does not want to wait for a step.
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
+            self.close()

@@ -99,8 +99,17 @@ def test_settings_do_not_show(
 def test_preemption_does_not_show(
     loaded: LoadedModel, baseline: Found, mode: EngineMode, sharing: bool
 ) -> None:
+    # Barely room for the longest row; under a sliding window that is a window and a chunk.
+    sliding = loaded.model.config.model_type == "mistral"
     engine = make_engine(
-        loaded, seed=11, num_topk=NUM_TOPK, mode=mode, num_blocks=16, reserve=0.0, prefix_sharing=sharing
+        loaded,
+        seed=11,
+        num_topk=NUM_TOPK,
+        mode=mode,
+        num_blocks=7 if sliding else 16,
+        max_num_batched_tokens=48 if sliding else 512,
+        reserve=0.0,
+        prefix_sharing=sharing,
     )
     assert_bitwise_equal(by_key(engine.generate(rows())), baseline)
     assert engine.stats.counters.num_preemptions > 0
