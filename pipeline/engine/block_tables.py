@@ -49,13 +49,16 @@ class BlockGroup:
         self.table = np.full((num_slots, blocks_per_sequence), NULL_BLOCK, np.int32)
         self.first = np.zeros(num_slots, np.int32)
         self.promised = np.zeros(num_slots, np.int32)
-        # A window that begins and ends inside a block, and the longest chunk computed behind it.
-        self._most = None if window is None else manager.blocks_for(window - 1 + max_num_batched_tokens) + 1
+        self._longest_chunk = max_num_batched_tokens
 
-    def needed(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens holds at most at a time."""
+    def needed(self, num_tokens: int, chunk: int) -> int:
+        """Blocks that a sequence of num_tokens holds at most, while it computes up to `chunk` at a time."""
         blocks = self.manager.blocks_for(num_tokens)
-        return blocks if self._most is None else min(blocks, self._most)
+        if self.window is None:
+            return blocks
+        # A window that begins and ends inside a block, and the chunk behind it.
+        window_and_chunk = self.window - 1 + min(chunk, self._longest_chunk)
+        return min(blocks, self.manager.blocks_for(window_and_chunk) + 1)
 
     def first_visible(self, num_tokens: int) -> int:
         """The first block that position num_tokens, or any after it, can see."""
@@ -82,7 +85,7 @@ class BlockTables:
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence of so many tokens has room when it is alone."""
-        return all(group.needed(num_tokens) <= group.manager.capacity for group in self.groups)
+        return all(group.needed(num_tokens, num_tokens) <= group.manager.capacity for group in self.groups)
 
     # ---------------------------------------------------------------- admission
 
@@ -104,18 +107,21 @@ class BlockTables:
     def _window_held(self, group: BlockGroup, held: list[int | None], count: int) -> bool:
         return all(block is not None for block in held[group.first_visible(count * self.block_size) : count])
 
-    def can_admit(self, num_tokens: int, prefix: SharedPrefix, running: np.ndarray) -> bool:
-        """Whether free memory, less what running slots were promised, covers so many tokens more."""
+    def can_admit(self, num_tokens: int, num_known: int, prefix: SharedPrefix, running: np.ndarray) -> bool:
+        """Whether free memory, less what running slots were promised, covers num_tokens more.
+
+        num_known: those of them to be computed in chunks; the others come one by one.
+        """
         for group, shared in zip(self.groups, prefix.blocks, strict=True):
             live = [block for block in shared if block != NULL_BLOCK]
-            taken = group.needed(num_tokens) - len(live) + group.manager.num_unowned(live)
+            taken = group.needed(num_tokens, num_known) - len(live) + group.manager.num_unowned(live)
             held = self.num_blocks - group.first
             outstanding = int(np.maximum(group.promised - held, 0)[running].sum())
             if taken > group.manager.num_free - outstanding:
                 return False
         return True
 
-    def admit(self, slot: int, num_tokens: int, prefix: SharedPrefix) -> None:
+    def admit(self, slot: int, num_tokens: int, num_known: int, prefix: SharedPrefix) -> None:
         """Give an empty slot its shared beginning, and a promise of blocks for num_tokens."""
         self.num_blocks[slot] = prefix.num_blocks
         for group, shared in zip(self.groups, prefix.blocks, strict=True):
@@ -123,7 +129,7 @@ class BlockTables:
             group.manager.share(live)
             group.table[slot, : len(shared)] = shared
             group.first[slot] = len(shared) - len(live)
-            group.promised[slot] = group.needed(num_tokens)
+            group.promised[slot] = group.needed(num_tokens, num_known)
 
     # ---------------------------------------------------------------- growth
 
@@ -141,6 +147,13 @@ class BlockTables:
             group.table[slot, held : held + missing] = taken
         self.num_blocks[slot] = held + missing
         return True
+
+    def settle(self, slots: np.ndarray) -> None:
+        """Slots that go on token by token need no room for a chunk any more."""
+        for group in self._sliding:
+            assert group.window is not None
+            least = group.manager.blocks_for(group.window) + 1
+            group.promised[slots] = np.minimum(group.promised[slots], least)
 
     def slide(self, slots: np.ndarray, positions: np.ndarray) -> None:
         """Give back what lies behind the window of the slots' next positions.

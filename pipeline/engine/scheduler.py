@@ -116,6 +116,7 @@ class Scheduler:
         decoding, prefilling = self._runnable()
         runnable = np.concatenate([decoding, np.array(prefilling, np.int64)])
         self.blocks.slide(runnable, self.table.scheduled[runnable])
+        self.blocks.settle(decoding)
         decoding = decoding[: self._budget]
         self._grow(decoding)
         decoding = decoding[self.table.running[decoding]]
@@ -181,7 +182,8 @@ class Scheduler:
                 return
             sequence = self._waiting[0]
             prefix, promised = self._shared_prefix(sequence), self._promise(sequence)
-            if not self.blocks.can_admit(promised, prefix, t.running) and t.running.any():
+            known = len(sequence.tokens)
+            if not self.blocks.can_admit(promised, known, prefix, t.running) and t.running.any():
                 return
             self._waiting.popleft()
             slot = self._place(sequence, prefix, promised)
@@ -211,7 +213,7 @@ class Scheduler:
 
     def _place(self, sequence: Sequence, prefix: SharedPrefix, promised: int) -> int:
         slot = self.table.place(sequence)
-        self.blocks.admit(slot, promised, prefix)
+        self.blocks.admit(slot, promised, len(sequence.tokens), prefix)
         self.table.scheduled[slot] = prefix.num_blocks * self.blocks.block_size
         self.counters.num_shared_blocks += prefix.num_blocks
         return slot

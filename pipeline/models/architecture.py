@@ -118,7 +118,7 @@ def _longest_row(config: Any, max_model_len: int | None) -> int:
         raise UnsupportedModel(
             f"model.path: {config.model_type} has {rope_type(config)} RoPE, whose frequencies change with "
             f"the longest row of a batch once that is past {static} tokens: rows would change with their "
-            f"neighbours. Set model.max_model_len={static} or less; {_WAY_OUT}"
+            f"neighbours. Set model.max_model_len={static} or less"
         )
     return longest
 

@@ -17,7 +17,7 @@ def tables(*windows: int | None, num_blocks: int = 20, budget: int = 8) -> Block
 
 def admit(blocks: BlockTables, slot: int, hashes: list[bytes], num_tokens: int) -> int:
     prefix = blocks.find_prefix(hashes)
-    blocks.admit(slot, num_tokens, prefix)
+    blocks.admit(slot, num_tokens, num_tokens, prefix)
     return prefix.num_blocks
 
 
@@ -52,7 +52,7 @@ def test_the_first_visible_position_is_never_given_back() -> None:
             assert blocks.cover(0, position + 1)
             for seen in range(max(0, position - window + 1), position + 1):
                 assert group.table[0, seen // BLOCK_SIZE] != NULL_BLOCK
-            assert len(held(group, 0)) <= group.needed(60)
+            assert len(held(group, 0)) <= group.needed(60, 60)
 
 
 def test_taking_blocks_is_all_or_nothing_over_the_groups() -> None:
@@ -124,7 +124,22 @@ def test_admission_counts_what_others_were_promised() -> None:
     blocks.cover(0, 4)
     running = np.array([True, False, False])
     # Ten blocks: one taken, five more promised, four left.
-    assert blocks.can_admit(16, nothing, running)
-    assert not blocks.can_admit(17, nothing, running)
-    assert blocks.can_admit(36, nothing, NOBODY)
+    assert blocks.can_admit(16, 16, nothing, running)
+    assert not blocks.can_admit(17, 17, nothing, running)
+    assert blocks.can_admit(36, 36, nothing, NOBODY)
     assert round(blocks.use, 6) == 0.1
+
+
+def test_a_sequence_that_decodes_is_promised_a_window_and_no_chunk() -> None:
+    """What a long chunk may need during prefill must not keep others out afterwards."""
+    group = BlockGroup(24, BlockManager(16, 16), 4, 64, 2048)
+    blocks = BlockTables([group])
+    admit(blocks, 0, [], 124)
+    running = np.array([True, False, False, False])
+    nothing = blocks.find_prefix([])
+    assert group.promised[0] == 8  # all of it: the chunk may be as long as the row
+    assert blocks.cover(0, 64) and not blocks.can_admit(124, 124, nothing, running)
+    blocks.slide(np.array([0]), np.array([64]))
+    blocks.settle(np.array([0]))
+    assert group.promised[0] == 3  # 24 positions touch three blocks of 16 at most
+    assert blocks.can_admit(124, 64, nothing, running)
