@@ -11,7 +11,7 @@ __all__ = ["open_parts"]
 def __getattr__(name: str) -> Any:
     # Lazy, so that `import pipeline.config` needs neither Arrow nor anything else.
     if name == "open_parts":
-        from pipeline.data.reader import open_parts
+        from pipeline.output.reader import open_parts
 
         return open_parts
     raise AttributeError(f"module 'pipeline' has no attribute {name!r}")

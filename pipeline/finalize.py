@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pipeline.data.dataset import DatasetFormat
-from pipeline.data.finalize import Selection, finalize
 from pipeline.failures import explain
+from pipeline.output.dataset import DatasetFormat
+from pipeline.output.finalize import Selection, finalize
 
 
 def main(argv: Sequence[str] | None = None) -> int:

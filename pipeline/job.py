@@ -10,8 +10,8 @@ import time
 
 from pipeline.cluster.signals import StopSignals
 from pipeline.config import JobConfig
-from pipeline.data.prefetch import Prefetch
 from pipeline.prepare import PreparedJob, prepare
+from pipeline.prompts.read_ahead import ReadAhead
 from pipeline.report.budget import Budget
 from pipeline.report.outcome import Outcome
 from pipeline.report.progress import ProgressDisplay
@@ -41,7 +41,7 @@ def _generate(config: JobConfig, job: PreparedJob, outcome: Outcome, worker: str
     with (
         StopSignals() as signals,
         job.writer(worker, outcome.started) as writer,
-        Prefetch(job.requests(), config.prompt.prefetch_rows) as requests,
+        ReadAhead(job.requests(), config.prompt.prefetch_rows) as requests,
         ProgressDisplay(job.num_results, config.report, config.cost, outcome.rows_before) as display,
     ):
 

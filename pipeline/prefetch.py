@@ -100,7 +100,7 @@ def fetch_data(config: JobConfig) -> Fetched:
             "source.streaming=true reads over the network while the job runs: set source.streaming=false to "
             "have the data fetched"
         )
-    from pipeline.data.source import open_source
+    from pipeline.input.source import open_source
 
     index = open_source(source).scan()
     place = f"{index.num_rows:,} rows, in {_datasets_cache()}"

@@ -14,19 +14,13 @@ from typing import Any
 
 from pipeline import __version__
 from pipeline.config import JobConfig, TransformersEngineConfig
-from pipeline.data.filter import FilterError, RowFilter
-from pipeline.data.fingerprint import fingerprint
-from pipeline.data.plan import JobPlan
-from pipeline.data.progress import JobDirectory, Remaining
-from pipeline.data.prompts import PromptBuilder, longest_prompt
-from pipeline.data.rows import Row, read_rows
-from pipeline.data.schema import carried_columns
-from pipeline.data.source import InputIndex, Source, open_source
-from pipeline.data.writer import OutputWriter
 from pipeline.engine import Engine
 from pipeline.engine.continuous_batching import runs_async
 from pipeline.engine.transformers_backend import TransformersEngine
 from pipeline.engine.transformers_limits import check_sampling
+from pipeline.input.filter import FilterError, RowFilter
+from pipeline.input.rows import Row, read_rows
+from pipeline.input.source import InputIndex, Source, open_source
 from pipeline.models.identity import model_identity
 from pipeline.models.load import (
     InspectedModel,
@@ -38,6 +32,12 @@ from pipeline.models.load import (
     stop_ids,
 )
 from pipeline.models.transformers_model import inspect_for_transformers, load_for_transformers
+from pipeline.output.fingerprint import fingerprint
+from pipeline.output.plan import JobPlan
+from pipeline.output.progress import JobDirectory, Remaining
+from pipeline.output.schema import carried_columns
+from pipeline.output.writer import OutputWriter
+from pipeline.prompts.prompts import PromptBuilder, longest_prompt
 from pipeline.report.summary import ResolvedValue
 from pipeline.request import FinishReason, Refusal, Request, RowError, SamplingParams
 from pipeline.sampling import RowSampling, resolve_sampling

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.config import JobConfig, SamplingConfig, SamplingDefaults, mapping
-from pipeline.data.rows import Row
+from pipeline.input.rows import Row
 from pipeline.report.summary import ResolvedValue
 from pipeline.request import SamplingParams
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.data.journal import Commit, Tail, read_tail
-from pipeline.data.layout import journal_names, journal_path
-from pipeline.data.progress import JobDirectory
 from pipeline.failures import explain
+from pipeline.output.journal import Commit, Tail, read_tail
+from pipeline.output.layout import journal_names, journal_path
+from pipeline.output.progress import JobDirectory
 from pipeline.report.status import Count, JobStatus, PartProgress, measure, render
 
 

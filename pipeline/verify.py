@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pipeline.data.verify import Verdict, verify
 from pipeline.failures import explain
+from pipeline.output.verify import Verdict, verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipeline import durable
 from pipeline.config import OutputConfig, ParquetSource
-from pipeline.data import durable
-from pipeline.data.plan import JobPlan
-from pipeline.data.progress import JobDirectory
-from pipeline.data.prompts import PromptRow
-from pipeline.data.rows import Row, read_rows
-from pipeline.data.source import BATCH_ROWS, Block, InputIndex, input_file
+from pipeline.input.rows import Row, read_rows
+from pipeline.input.source import BATCH_ROWS, Block, InputIndex, input_file
+from pipeline.output.plan import JobPlan
+from pipeline.output.progress import JobDirectory
+from pipeline.prompts.prompts import PromptRow
 from pipeline.request import Completion, FinishReason, Request, RowError, SamplingParams
 
 PARAMS = SamplingParams()

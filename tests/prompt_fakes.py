@@ -37,7 +37,7 @@ _CORPUS = [
 
 @dataclass(frozen=True)
 class FakeRow:
-    """What data/rows.py promises of a Row, on plain values."""
+    """What input/rows.py promises of a Row, on plain values."""
 
     columns: dict[str, Any]
     key: RowKey = RowKey(0, 0)

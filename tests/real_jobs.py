@@ -206,8 +206,8 @@ def files_under(folder: Path) -> dict[str, bytes]:
 
 def _serve() -> None:
     # What a job imports; nothing is computed here, so that a fork finds no thread of torch's.
-    import pipeline.data.hf
     import pipeline.finalize
+    import pipeline.input.hf
     import pipeline.job
     import pipeline.status
     import pipeline.verify  # noqa: F401
@@ -256,7 +256,7 @@ _DURABLE = ("create", "write", "fsync_file", "fsync_directory", "rename")
 
 def _kill_at_step(number: int) -> None:
     """The process kills itself before its `number`-th operation on the disk, counted from 0."""
-    from pipeline.data import durable
+    from pipeline import durable
 
     done = 0
 
@@ -276,7 +276,7 @@ def _kill_at_step(number: int) -> None:
 
 def _kill_in_close(number: int) -> None:
     """The process kills itself at the `number`-th operation of a part's close."""
-    from pipeline.data.part import PartWriter
+    from pipeline.output.part import PartWriter
 
     close = PartWriter.close
 
@@ -322,7 +322,7 @@ def _replace_step(before: Callable[[int], None]) -> None:
 
 def _disk_of(num_bytes: int) -> None:
     """Stands in for a small disk: the write that passes `num_bytes` in all is cut there and fails."""
-    from pipeline.data import durable
+    from pipeline import durable
 
     real, left = durable.write, num_bytes
 

@@ -1,4 +1,4 @@
-"""Prefetch: which files are fetched, what is said of them, and that nothing else is touched."""
+"""ReadAhead: which files are fetched, what is said of them, and that nothing else is touched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from fakes import SHIPPED
 
 from pipeline.config import HFSource, JobConfig, JsonlSource, ModelConfig, ParquetSource, PromptConfig
-from pipeline.data.source import InputIndex
+from pipeline.input.source import InputIndex
 from pipeline.prefetch import fetch_data, needed_files, prefetch, report
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -149,7 +149,7 @@ def test_data_of_the_hub_is_prepared_and_pinned(monkeypatch: pytest.MonkeyPatch)
         opened.append(config)
         return SimpleNamespace(scan=lambda: index)
 
-    monkeypatch.setattr("pipeline.data.source.open_source", open_source)
+    monkeypatch.setattr("pipeline.input.source.open_source", open_source)
     source = HFSource(path="org/rows", split="test")
     found = fetch_data(job(source=source))
     assert opened == [source] and (found.name, found.commit) == ("org/rows[test]", COMMIT)

@@ -26,8 +26,8 @@ from model_folders import (
 from transformers import LlavaConfig, T5Config
 
 from pipeline.config import ModelConfig, PromptConfig
-from pipeline.data.chat import ChatTemplate
 from pipeline.models.load import inspect_model, load_tokenizer, stop_ids
+from pipeline.prompts.chat import ChatTemplate
 
 Make = Callable[[Path], Path]
 

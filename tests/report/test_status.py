@@ -8,7 +8,7 @@ import pytest
 from fake_jobs import FakeSource, Run, plan
 
 from pipeline import status as command
-from pipeline.data.layout import journal_names
+from pipeline.output.layout import journal_names
 from pipeline.report.status import Count, PartProgress, measure, render
 
 

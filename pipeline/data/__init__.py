@@ -1,1 +1,0 @@
-"""Rows in, completions out: sources, order, prompts, parts, journals. Never imports torch."""

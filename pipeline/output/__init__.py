@@ -1,0 +1,1 @@
+"""Completions out: parts, journals, resume, proof and the finished dataset. Never imports torch."""

@@ -1,0 +1,1 @@
+"""Rows become requests: templates, chats, tokens, truncation. Never imports torch."""
