@@ -20,7 +20,7 @@ from pipeline.engine.transformers_backend import TransformersEngine
 from pipeline.engine.transformers_limits import check_sampling
 from pipeline.input.filter import FilterError, RowFilter
 from pipeline.input.rows import Row, read_rows
-from pipeline.input.source import InputIndex, Source, open_source
+from pipeline.input.source import InputIndex, Source, absolute, open_source
 from pipeline.models.identity import model_identity
 from pipeline.models.load import (
     InspectedModel,
@@ -122,7 +122,7 @@ def prepare(config: JobConfig) -> PreparedJob:
     """
     asked = config.model.revision
     inspected = _inspect(_pinned(config))
-    config = replace(config, model=inspected.config)
+    config = replace(config, model=inspected.config, source=absolute(config.source))
     tokenizer = load_tokenizer(config.model)
     # Without a generation configuration, transformers takes the stop ids of the configuration.
     eos_ids = stop_ids(inspected.generation_config or inspected.hf_config, tokenizer)
@@ -131,7 +131,15 @@ def prepare(config: JobConfig) -> PreparedJob:
         check_sampling(config.sampling, params)
     _check_sizes(config, params, inspected, tokenizer)
 
-    source, index = _open_input(config)
+    plan = JobPlan(
+        source=config.source,
+        output=config.output,
+        seed=config.seed,
+        samples=config.sampling.n,
+        fingerprint=fingerprint(config, _resolved(config, inspected, tokenizer, sampling)),
+        provenance=_provenance(config, asked),
+    )
+    source, index = _open_input(config, plan)
     # An empty file of JSON lines has no columns to miss.
     names = index.schema.names if index.num_rows or index.schema.names else None
     prompts = PromptBuilder(
@@ -148,14 +156,6 @@ def prepare(config: JobConfig) -> PreparedJob:
     columns = _columns(config, index, prompts, row_filter)
     first_prompt = _first_prompt(config, source, index, columns, prompts)
 
-    plan = JobPlan(
-        source=config.source,
-        output=config.output,
-        seed=config.seed,
-        samples=config.sampling.n,
-        fingerprint=fingerprint(config, _resolved(config, inspected, tokenizer, sampling)),
-        provenance=_provenance(config, asked),
-    )
     directory = JobDirectory.open(config.output.dir, plan, index)
     return PreparedJob(
         config=config,
@@ -193,10 +193,12 @@ def _inspect(config: JobConfig) -> InspectedModel:
     return inspect_model(config.model)
 
 
-def _open_input(config: JobConfig) -> tuple[Source, InputIndex]:
+def _open_input(config: JobConfig, plan: JobPlan) -> tuple[Source, InputIndex]:
     """The source and its index: scanned once, at the job's first start."""
     stored = None
     if JobDirectory.has_output(config.output.dir):
+        # Another source would show as changed files: the keys that differ say more.
+        JobDirectory.refuse_another(config.output.dir, plan)
         stored = JobDirectory.stored_index(config.output.dir)
     source = open_source(config.source, stored)
     if stored is not None:

@@ -7,12 +7,14 @@ Refuses to know: formats, file systems, the order in which rows are wanted (that
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -153,6 +155,23 @@ class Source(Protocol):
     def read(self, block: Block, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The rows of one block, in order, in batches of at most BATCH_ROWS, with `columns` in the
         order given and typed as in the index's schema. Opens nothing but that block."""
+
+
+def absolute(config: SourceConfig) -> SourceConfig:
+    """The same source wherever it is opened from: its local paths from the root on.
+
+    URLs stay, and so does a path of source=hf unless a folder of that name is there.
+    """
+
+    def from_root(path: Any) -> Any:
+        if not isinstance(path, str):
+            return [from_root(one) for one in path] if isinstance(path, list | tuple) else path
+        path = os.path.expanduser(path)
+        is_name = isinstance(config, HFSource) and not os.path.exists(path)
+        return path if "://" in path or is_name else os.path.abspath(path)
+
+    path = getattr(config, "path", None)
+    return config if path is None else dataclasses.replace(config, path=from_root(path))  # type: ignore[call-arg]
 
 
 def open_source(config: SourceConfig, index: InputIndex | None = None) -> Source:

@@ -79,6 +79,11 @@ class JobDirectory:
         return cls(path, plan, index)
 
     @staticmethod
+    def refuse_another(path: str | Path, plan: JobPlan) -> None:
+        """Raises ValueError, naming each key that differs, if `path` holds another job than `plan`."""
+        refuse_difference(Path(path), JobPlan.read(Path(path)).fingerprint, plan.fingerprint)
+
+    @staticmethod
     def stored_index(path: str | Path) -> InputIndex | None:
         """The index of a job's input as scanned at its start; None if there is no job yet."""
         if not (Path(path) / JOB_FILE).exists():
