@@ -19,9 +19,9 @@ from pipeline.engine.batch import StepInputs
 from pipeline.engine.block_manager import NULL_BLOCK
 from pipeline.engine.kv_cache import KVCache
 from pipeline.engine.sampler import Sampled, Sampler
-from pipeline.models.attention import AttentionContext, GroupContext
+from pipeline.models.attention import CpuAttentionContext, GroupContext
 from pipeline.models.cpu_attention import plan_tensors
-from pipeline.models.layers import probe
+from pipeline.models.layers import logits_of_equal_rows
 from pipeline.models.load import LoadedModel
 
 # Sizes that bitwise determinism may pad to. Few, so that trying them all at load stays short.
@@ -92,7 +92,7 @@ class ModelRunner:
         """Logits [N, V] of the sampled rows; None if no row reaches the end of what is known."""
         num_tokens, num_sampled = len(input_ids), len(inputs.logits_index)
         padding = self._padded(num_tokens) - num_tokens
-        context = AttentionContext(
+        context = CpuAttentionContext(
             self._cache.keys,
             self._cache.values,
             {window: self._group(inputs, window, padding) for window in inputs.groups},
@@ -109,7 +109,7 @@ class ModelRunner:
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        context: AttentionContext,
+        context: CpuAttentionContext,
         wanted: torch.Tensor,
     ) -> torch.Tensor:
         return self._forward(
@@ -150,7 +150,7 @@ class ModelRunner:
             )
         largest = next(size for size in _CANDIDATE_SIZES if size >= max_num_batched_tokens)
         candidates = [size for size in _CANDIDATE_SIZES if size <= largest]
-        sizes = find_invariant_sizes(candidates, lambda size: probe(self._loaded, size)[0])
+        sizes = find_invariant_sizes(candidates, lambda size: logits_of_equal_rows(self._loaded, size))
         if not sizes or sizes[-1] < max_num_batched_tokens:
             raise ValueError(
                 "engine.determinism=bitwise: on this machine a row's bits depend on how many rows stand "

@@ -11,7 +11,7 @@ Shapes: T = tokens, Hq = query heads, H = KV heads, D = head width, N = blocks, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from transformers import AttentionInterface
@@ -21,6 +21,29 @@ from pipeline.models import cpu_attention
 ATTENTION_NAME = "tokenmill"
 # Tensors of one tile plan; the operator takes the plans of a step as one flat list.
 _TENSORS_PER_PLAN = 6
+
+
+class AttentionContext(Protocol):
+    """What a step's attention needs to know, handed to the model as `tokenmill=`."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Write the new key and value [T, H, D] to the cache, attend: query [T, Hq, D] -> [T, Hq, D].
+
+        window: positions a query sees, itself included; None sees all. softcap: bound of the
+        scores, by tanh. sinks: [Hq], logits of a key without a value.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,18 +59,38 @@ class GroupContext:
 
 
 @dataclass(frozen=True)
-class AttentionContext:
-    """What a step's attention needs to know, handed to the model as `tokenmill=`.
-
-    keys, values: per layer [N, H, P, D]. groups: by sliding window, None for full attention.
-    """
+class CpuAttentionContext:
+    """A step on the CPU. keys, values: per layer [N, H, P, D]. groups: by sliding window."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     groups: dict[int | None, GroupContext]
 
-    def group(self, layer: int, window: int | None) -> GroupContext:
-        return self.groups[window]
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        group = self.groups[window]
+        return paged_attention(
+            query.contiguous(),
+            key,
+            value,
+            self.keys[layer],
+            self.values[layer],
+            group.slot_mapping,
+            group.plans,
+            scale,
+            softcap,
+            sinks,
+        )
 
 
 @torch.library.custom_op("tokenmill::paged_attention", mutates_args=("keys", "values"))
@@ -97,19 +140,15 @@ def tokenmill_attention(
     """transformers' attention interface: query [1, Hq, T, D], key and value [1, H, T, D] -> [1, T, Hq, D]."""
     if tokenmill is None:
         raise ValueError("the attention 'tokenmill' needs the engine's context: call the model through it")
-    layer = cast(int, module.layer_idx)
-    group = tokenmill.group(layer, sliding_window)
-    out = paged_attention(
-        query[0].transpose(0, 1).contiguous(),
+    out = tokenmill.attend(
+        cast(int, module.layer_idx),
+        query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        tokenmill.keys[layer],
-        tokenmill.values[layer],
-        group.slot_mapping,
-        group.plans,
-        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        softcap,
-        s_aux,
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
     )
     return out[None], None
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.models.architecture import Architecture, UnsupportedModel, read_architecture, rope_range
-from pipeline.models.attention import ATTENTION_NAME, AttentionContext, GroupContext
+from pipeline.models.attention import ATTENTION_NAME, CpuAttentionContext, GroupContext
 from pipeline.models.cpu_attention import plan_tensors
 
 _ROW_LENGTHS = (7, 53)
@@ -175,7 +175,7 @@ def _paged_logits(model: Any, rows: list[torch.Tensor], a: Architecture) -> list
             for r, p in enumerate(positions)
         ]
         groups = _Groups(torch.cat(slots), starts, stops - starts, tables, a)
-        context = AttentionContext(keys, values, groups)
+        context = CpuAttentionContext(keys, values, groups)
         packed = model(
             input_ids=torch.cat([row[p] for row, p in zip(rows, positions, strict=True)])[None],
             position_ids=torch.cat(positions)[None],

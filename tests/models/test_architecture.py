@@ -76,7 +76,7 @@ def test_dynamic_rope_is_refused_only_where_it_changes_with_the_batch() -> None:
     assert rope_range(within) == 512
     assert read_architecture(within).max_position == 512
     original = {**DYNAMIC, "original_max_position_embeddings": 128}
-    refused(family_config("llama", rope_parameters=original), "dynamic", "engine=transformers")
+    refused(family_config("llama", rope_parameters=original), "dynamic", "model.max_model_len")
 
 
 def test_longrope_is_refused_past_its_original_range() -> None:
@@ -92,7 +92,7 @@ def test_longrope_is_refused_past_its_original_range() -> None:
         pad_token_id=0,
         rope_parameters=rope,
     )
-    refused(config, "longrope", "model.max_model_len=128", "engine=transformers")
+    refused(config, "longrope", "model.max_model_len=128")
     assert read_architecture(config, 128).max_position == 128
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fakes import FAMILIES, SLIDING_WINDOW, family_config, random_model
 
-from pipeline.models.attention import ATTENTION_NAME, AttentionContext, GroupContext, paged_attention
+from pipeline.models.attention import ATTENTION_NAME, CpuAttentionContext, GroupContext, paged_attention
 from pipeline.models.cpu_attention import plan_tensors
 
 HEAD_DIM = 8
@@ -208,7 +208,7 @@ def packed(model: Any, lengths: tuple[int, ...]) -> dict[str, Any]:
         "input_ids": torch.arange(lens.sum())[None] * 7 % config.vocab_size,
         "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
         "use_cache": False,
-        "tokenmill": AttentionContext(
+        "tokenmill": CpuAttentionContext(
             [torch.zeros(size) for _ in layers], [torch.zeros(size) for _ in layers], groups
         ),
     }

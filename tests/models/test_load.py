@@ -117,7 +117,7 @@ def test_a_model_that_cannot_run_is_refused_before_its_weights_are_read(folder: 
     (folder / "model.safetensors").unlink()
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
     edit_config(folder, rope_parameters=rope)
-    with pytest.raises(UnsupportedModel, match=r"dynamic RoPE.*engine=transformers"):
+    with pytest.raises(UnsupportedModel, match=r"dynamic RoPE.*model.max_model_len"):
         load_model(ModelConfig(path=str(folder)))
 
 
