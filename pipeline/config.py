@@ -232,8 +232,22 @@ class EngineConfig:
     block_size: int = 32
     # KV blocks in all; null takes what kv_cache_gb holds.
     num_blocks: Optional[int] = None
+    # GiB of KV memory on the CPU; on a GPU it is what remains of gpu_memory_utilization.
     kv_cache_gb: float = 1.0
+    # Share of the GPU's memory that weights, activations, graphs and KV cache may take together.
+    gpu_memory_utilization: float = 0.92
+    # Replay decode steps as CUDA graphs, and walk the layers of common models with fused kernels.
+    cuda_graphs: bool = True
+    fused: bool = True
     prefix_sharing: bool = True
+    # Slots that must be free before waiting rows are let in, unless few rows run: a step with prompt
+    # chunks costs more than one without. Null: 1 on the CPU, a sixteenth of max_num_seqs on a GPU.
+    admission_batch: Optional[int] = None
+    # Rows pulled ahead of admission, and whether the one that may become longest is let in first, so
+    # that no tail of long rows runs alone at the end. Null: max_num_seqs and no on the CPU, four times
+    # as many and yes on a GPU.
+    lookahead: Optional[int] = None
+    longest_first: Optional[bool] = None
     # Share of a row's still possible tokens that admission sets memory aside for. At 1 no row is
     # ever preempted; below, more rows run at once and some may have to be recomputed.
     reserve: float = 1.0
@@ -245,9 +259,16 @@ class EngineConfig:
         _at_least("engine.block_size", self.block_size, 1)
         if self.block_size > 1024:
             raise ValueError(f"engine.block_size={self.block_size} is too large: use 1024 or less")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"engine.gpu_memory_utilization={self.gpu_memory_utilization} is a share: use more than 0 "
+                "and at most 1"
+            )
         if not self.kv_cache_gb > 0:
             raise ValueError(f"engine.kv_cache_gb={self.kv_cache_gb} must be more than 0")
         _at_least("engine.num_blocks", self.num_blocks, 2)
+        _at_least("engine.admission_batch", self.admission_batch, 1)
+        _at_least("engine.lookahead", self.lookahead, 1)
         if not 0 <= self.reserve <= 1:
             raise ValueError(f"engine.reserve={self.reserve} is a share: use a number from 0 to 1")
 

@@ -8,6 +8,7 @@ Shapes: P = prompt tokens, C = completion tokens, K = alternatives per token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -90,7 +91,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = (
-            ("temperature", self.temperature >= 0, "use 0 for greedy or a positive number"),
+            ("temperature", 0 <= self.temperature < math.inf, "use 0 for greedy or a positive number"),
             ("top_k", self.top_k is None or self.top_k >= 1, "use null to keep every token"),
             ("top_p", 0 < self.top_p <= 1, "use 1 to keep every token"),
             ("min_p", 0 <= self.min_p < 1, "use 0 to keep every token"),
@@ -99,7 +100,11 @@ class SamplingParams:
             ("n", self.n >= 1, "ask for at least one sample"),
             ("top_logprobs", self.top_logprobs >= 0, "use 0 for none"),
             ("stop", all(self.stop), "remove the empty stop string"),
-            ("repetition_penalty", self.repetition_penalty > 0, "use 1 for none"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "use 1 for none"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "use 0 for none"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "use 0 for none"),
+            ("max_tokens", self.max_tokens < 2**31, "no row is that long"),
+            ("top_k", self.top_k is None or self.top_k < 2**31, "use null to keep every token"),
             ("bad_words_ids", all(self.bad_words_ids), "remove the empty word"),
         )
         for name, ok, remedy in checks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,12 @@ _LACKING: dict[str, tuple[Any, ...]] = {
     "forced_eos_token_id": (None,),
     "begin_suppress_tokens": (None, []),
     "guidance_scale": (None, 1.0),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "stop_strings": (None, []),
+    "watermarking_config": (None,),
+    "dola_layers": (None,),
+    "token_healing": (None, False),
 }
 _MODEL = "the model's generation_config"
 _JOB = "the job's configuration"
@@ -53,6 +60,10 @@ _OF_A_ROW = frozenset(f.name for f in dataclasses.fields(SamplingParams)) - {
     "top_logprobs",
     "bad_words_ids",
 } | {"bad_words"}  # fmt: skip
+# Far past every model's range, and still an int32 when prompts are added to it.
+_LARGEST_COUNT = 2**30
+_COUNTS = ("max_tokens", "min_tokens", "top_k")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def resolve_sampling(
@@ -68,10 +79,10 @@ def resolve_sampling(
     _refuse_lacking(own)
     values = {name: _filter_value(name, s, own) for name in _NEUTRAL}
     stop, special = _split_stops(s.stop, tokenizer)
-    _check_ids(s.stop_token_ids, len(tokenizer))
+    _check_ids("stop_token_ids", s.stop_token_ids, len(tokenizer))
     words = [*_word_ids(s.bad_words, tokenizer), *map(tuple, getattr(own, "bad_words_ids", None) or ())]
     suppressed = [(token, float("-inf")) for token in getattr(own, "suppress_tokens", None) or ()]
-    bias = _token_biases(mapping("sampling.logit_bias", s.logit_bias))
+    bias = _token_biases(mapping("sampling.logit_bias", s.logit_bias), len(tokenizer))
     params = SamplingParams(
         **{name: value for name, (value, _) in values.items()},
         max_tokens=s.max_tokens,
@@ -103,8 +114,8 @@ def resolve_sampling(
 class RowSampling:
     """The sampling parameters of single rows: the job's, changed by what the row's column says.
 
-    The column holds structs or JSON objects, or nulls. Raises ValueError for a column that the input
-    lacks.
+    The column holds structs or JSON objects, or nulls; a null inside one is a key that is not there.
+    A row's values replace the job's of the same key. Raises ValueError for a column that the input lacks.
     """
 
     def __init__(self, column: str, params: SamplingParams, tokenizer: Any, available: Sequence[str]) -> None:
@@ -153,30 +164,73 @@ class RowSampling:
                 f"sampling.column={self.column} sets {', '.join(unknown)}; a row may set {allowed}"
             )
         try:
-            if "stop" in chosen:
-                stop = [chosen["stop"]] if isinstance(chosen["stop"], str) else chosen["stop"]
-                chosen["stop"], special = _split_stops(stop, self._tokenizer)
-                chosen["stop_token_ids"] = (*chosen.get("stop_token_ids", ()), *special)
-            if "stop_token_ids" in chosen:
-                chosen["stop_token_ids"] = tuple(map(int, chosen["stop_token_ids"]))
-            if "logit_bias" in chosen:
-                pairs = chosen["logit_bias"]
-                chosen["logit_bias"] = _token_biases(pairs if isinstance(pairs, Mapping) else dict(pairs))
-            if "bad_words" in chosen:
-                chosen["bad_words_ids"] = tuple(_word_ids(chosen.pop("bad_words"), self._tokenizer))
-            return dataclasses.replace(self._params, **chosen)
+            return dataclasses.replace(self._params, **self._fields(chosen))
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"sampling.column={self.column} holds values that do not work: {error}"
             ) from error
 
+    def _fields(self, chosen: dict[str, Any]) -> dict[str, Any]:
+        """The row's values as fields of SamplingParams. Raises TypeError or ValueError."""
+        num_ids = len(self._tokenizer)
+        fields = {name: _typed(name, value) for name, value in chosen.items()}
+        special: tuple[int, ...] = ()
+        if "stop" in chosen:
+            fields["stop"], special = _split_stops(_texts("stop", chosen["stop"]), self._tokenizer)
+        if "stop_token_ids" in chosen:
+            fields["stop_token_ids"] = tuple(
+                _count("stop_token_ids", one) for one in chosen["stop_token_ids"]
+            )
+            _check_ids("stop_token_ids", fields["stop_token_ids"], num_ids)
+        if special:
+            fields["stop_token_ids"] = (*fields.get("stop_token_ids", self._params.stop_token_ids), *special)
+        if "logit_bias" in chosen:
+            pairs = chosen["logit_bias"]
+            fields["logit_bias"] = _token_biases(
+                pairs if isinstance(pairs, Mapping) else dict(pairs), num_ids
+            )
+        if "bad_words" in chosen:
+            fields["bad_words_ids"] = tuple(
+                _word_ids(_texts("bad_words", fields.pop("bad_words")), self._tokenizer)
+            )
+        return fields
 
-def _check_ids(ids: Sequence[int], num_ids: int) -> None:
+
+def _typed(name: str, value: Any) -> Any:
+    """A row's value, of the type that its field has: columns are not checked when a job begins."""
+    if name in _COUNTS:
+        return _count(name, value)
+    if name in _NUMBERS and (
+        isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
+    ):
+        raise ValueError(f"sampling.{name}={value!r} is no number")
+    if name == "ignore_eos" and not isinstance(value, bool):
+        raise ValueError(f"sampling.{name}={value!r} is neither true nor false")
+    return value
+
+
+def _count(name: str, value: Any) -> int:
+    """A whole number. As a float, too: so integers come out of a column in which some rows have none."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not abs(value) < _LARGEST_COUNT or value != int(value):
+        raise ValueError(f"sampling.{name}={value!r} is no whole number below {_LARGEST_COUNT}")
+    return int(value)
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    """One text, or a list of them."""
+    texts = [value] if isinstance(value, str) else list(value)
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"sampling.{name}={value!r} is no list of texts")
+    return texts
+
+
+def _check_ids(name: str, ids: Sequence[int], num_ids: int) -> None:
     for one in ids:
         if not 0 <= one < num_ids:
             raise ValueError(
-                f"sampling.stop_token_ids={list(ids)}: {one} is no token of this model, so no row would end "
-                f"by it: use ids from 0 to {num_ids - 1}"
+                f"sampling.{name}={list(ids)}: {one} is no token of this model: use ids from 0 to "
+                f"{num_ids - 1}"
             )
 
 
@@ -218,13 +272,21 @@ def _split_stops(stop: Sequence[str], tokenizer: Any) -> tuple[tuple[str, ...], 
     return tuple(s for s in stop if s not in special), tuple(special.values())
 
 
-def _token_biases(biases: Mapping[Any, Any]) -> tuple[tuple[int, float], ...]:
+def _token_biases(biases: Mapping[Any, Any], num_ids: int) -> tuple[tuple[int, float], ...]:
+    """A null is a token without a bias: columns of structs have one for each key that another row has."""
     try:
-        return tuple(sorted((int(token), float(bias)) for token, bias in biases.items()))
+        pairs = sorted((int(token), float(bias)) for token, bias in biases.items() if bias is not None)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"sampling.logit_bias={dict(biases)} is no mapping of token ids to numbers: {error}"
         ) from error
+    _check_ids("logit_bias", [token for token, _ in pairs], num_ids)
+    if any(math.isnan(bias) or bias == math.inf for _, bias in pairs):
+        raise ValueError(
+            f"sampling.logit_bias={dict(biases)} must hold finite numbers, or -inf for tokens that must not "
+            "occur"
+        )
+    return tuple(pairs)
 
 
 def _word_ids(words: Sequence[str], tokenizer: Any) -> list[tuple[int, ...]]:

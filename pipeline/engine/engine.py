@@ -9,26 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipeline.config import Determinism, EngineConfig, EngineMode, ModelConfig
-from pipeline.engine.batch import StepInputs, build_inputs
+from pipeline.engine.batch import build_inputs
 from pipeline.engine.block_manager import BlockManager
 from pipeline.engine.block_tables import BlockGroup, BlockTables
 from pipeline.engine.feed import Feed
 from pipeline.engine.intake import refusal_of
 from pipeline.engine.kv_cache import GroupDemand, KVCache, KVShape, share_blocks
-from pipeline.engine.model_runner import ModelRunner, StepOutput
+from pipeline.engine.model_runner import ModelRunner
 from pipeline.engine.sampler import Sampler
 from pipeline.engine.scheduler import Schedule, Scheduler, SchedulerCounters
 from pipeline.engine.sequence import Sequence, SequenceTable, TokenLogprobs, make_sequence
-from pipeline.engine.slots import BatchSlot, BatchSlots
+from pipeline.engine.slots import BatchSlots, InFlight, Slots
 from pipeline.engine.stop_strings import StopStringMatcher
 from pipeline.models.layers import layers_by_window
 from pipeline.models.load import LoadedModel, load_model, load_tokenizer
 from pipeline.request import Completion, FinishReason, Refusal, Request, RowError, SamplingParams
+
+if TYPE_CHECKING:
+    from pipeline.engine.cuda_slots import CudaSlots
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,14 @@ class Engine:
             raise ValueError(f"output.topk={num_topk} exceeds the vocabulary of {loaded.vocab_size} ids")
         bitwise = resolve_determinism(config, loaded) is Determinism.bitwise
         layers = layers_by_window(loaded)
-        num_blocks = _num_blocks(loaded, config, layers)
+        on_gpu = loaded.device.type == "cuda"
+        if on_gpu:
+            # Imports triton, which a machine without a GPU need not have.
+            from pipeline.engine.cuda_setup import measure, set_up
+
+            measured = measure(loaded, config)
+        gigabytes = measured.kv_gigabytes if on_gpu else config.kv_cache_gb
+        num_blocks = _num_blocks(loaded, config, layers, gigabytes)
         self._blocks = _block_tables(loaded, config, num_blocks)
         self._table = SequenceTable(config.max_num_seqs, num_topk)
         self._scheduler = Scheduler(
@@ -78,19 +88,30 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefix_sharing=config.prefix_sharing,
             reserve=config.reserve,
+            longest_first=on_gpu if config.longest_first is None else config.longest_first,
+            admission_batch=config.admission_batch or (max(1, config.max_num_seqs // 16) if on_gpu else 1),
         )
+        self._lookahead = config.lookahead or config.max_num_seqs * (4 if on_gpu else 1)
         self._records_logprobs = logprobs or num_topk > 0
         blocks_of_layer = {layer: num_blocks[window] for window in layers for layer in layers[window]}
-        self._runner = ModelRunner(
-            loaded,
-            KVCache(_kv_shape(loaded), blocks_of_layer, config.block_size, loaded.device),
-            Sampler(loaded.vocab_size, logprobs=logprobs, num_topk=num_topk),
-            num_slots=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            bitwise=bitwise,
-            compile=config.compile,
-        )
-        self._slots: BatchSlots[StepInputs, StepOutput] | None = None
+        sampler = Sampler(loaded.vocab_size, logprobs=logprobs, num_topk=num_topk)
+        self._runner: ModelRunner | None = None
+        self._cuda: CudaSlots | None = None
+        if on_gpu:
+            self._cuda = set_up(
+                loaded, config, measured, _kv_shape(loaded), blocks_of_layer, tuple(layers), sampler
+            )
+        else:
+            self._runner = ModelRunner(
+                loaded,
+                KVCache(_kv_shape(loaded), blocks_of_layer, config.block_size, loaded.device),
+                sampler,
+                num_slots=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                bitwise=bitwise,
+                compile=config.compile,
+            )
+        self._slots: Slots | None = None
         self._busy_before = 0.0
         self._prompt_tokens = 0
         self._completion_tokens = 0
@@ -126,7 +147,7 @@ class Engine:
         """
         if self._slots is not None:
             raise RuntimeError("the engine is already generating: exhaust or close that iterator first")
-        self._slots = BatchSlots(self._runner.run, overlap=self.config.mode is EngineMode.async_)
+        self._slots = self._open_slots()
         try:
             with self._slots:
                 yield from self._loop(Feed(requests), should_stop)
@@ -139,9 +160,15 @@ class Engine:
             self._slots = None
             self._scheduler.drop_all()
 
+    def _open_slots(self) -> Slots:
+        if self._cuda is not None:
+            return self._cuda
+        assert self._runner is not None
+        return BatchSlots(self._runner.run, overlap=self.config.mode is EngineMode.async_)
+
     def _loop(self, feed: Feed, should_stop: Callable[[], bool]) -> Iterator[Completion]:
         assert self._slots is not None
-        in_flight: tuple[Schedule, BatchSlot[StepInputs, StepOutput]] | None = None
+        in_flight: tuple[Schedule, InFlight] | None = None
         while not should_stop():
             yield from self._take_in(feed)
             schedule = self._scheduler.schedule()
@@ -160,8 +187,8 @@ class Engine:
     def _take_in(self, feed: Feed) -> Iterator[Completion]:
         """Pull requests until a batch of sequences waits; hand back those that cannot run."""
         # A long stretch of refused rows must not keep the loop from its other work, stopping included.
-        for _ in range(self.config.max_num_seqs):
-            if self._scheduler.num_waiting >= self.config.max_num_seqs:
+        for _ in range(self._lookahead):
+            if self._scheduler.num_waiting >= self._lookahead:
                 return
             request = feed.next(may_wait=not self._scheduler.has_work)
             if request is None:
@@ -211,9 +238,7 @@ class Engine:
     def _decode(self, ids: list[int]) -> str:
         return self.loaded.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _take_result(
-        self, schedule: Schedule, slot: BatchSlot[StepInputs, StepOutput]
-    ) -> Iterator[Completion]:
+    def _take_result(self, schedule: Schedule, slot: InFlight) -> Iterator[Completion]:
         output = slot.result()
         logprobs = None
         if self._records_logprobs and output.logprobs is not None:
@@ -258,9 +283,12 @@ def _kv_shape(loaded: LoadedModel) -> KVShape:
 
 
 def _num_blocks(
-    loaded: LoadedModel, config: EngineConfig, layers: Mapping[int | None, tuple[int, ...]]
+    loaded: LoadedModel,
+    config: EngineConfig,
+    layers: Mapping[int | None, tuple[int, ...]],
+    gigabytes: float,
 ) -> dict[int | None, int]:
-    """Blocks of each layer group: engine.num_blocks for each, or what engine.kv_cache_gb holds."""
+    """Blocks of each layer group: engine.num_blocks for each, or what so many GiB hold."""
     if config.num_blocks is not None:
         return dict.fromkeys(layers, config.num_blocks)
     demands = {}
@@ -271,7 +299,7 @@ def _num_blocks(
         blocks = -(-longest // config.block_size) + 1
         # Twice what all slots can hold: the rest keeps prefixes that may be wanted again.
         demands[window] = GroupDemand(len(group), 2 + 2 * config.max_num_seqs * blocks)
-    return share_blocks(demands, _kv_shape(loaded).bytes_per_block(config.block_size), config.kv_cache_gb)
+    return share_blocks(demands, _kv_shape(loaded).bytes_per_block(config.block_size), gigabytes)
 
 
 def _block_tables(
@@ -294,6 +322,10 @@ def _block_tables(
 
 def resolve_determinism(config: EngineConfig, loaded: LoadedModel) -> Determinism:
     """`auto` is bitwise on the CPU, where it costs little, and fast elsewhere."""
+    if config.determinism is Determinism.bitwise and loaded.device.type != "cpu":
+        raise ValueError(
+            "engine.determinism=bitwise is there on the CPU only: use engine.determinism=fast on a GPU"
+        )
     if config.determinism is not Determinism.auto:
         return config.determinism
     return Determinism.bitwise if loaded.device.type == "cpu" else Determinism.fast

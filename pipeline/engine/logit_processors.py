@@ -1,8 +1,10 @@
 """What changes the logits before anything is drawn: bias, penalties, words and stops not allowed.
 
 In the order of transformers' generate: logit bias, repetition penalty, then vLLM's presence and
-frequency penalties, bad words, min_tokens. Only rows that ask for one of them are touched. Knows
-tensors; refuses to know sequences and draws.
+frequency penalties, bad words, min_tokens. Only rows that ask for one of them are touched. Ids that
+the model has no logits for (a tokenizer may know more) come to nothing. Otherwise than in
+transformers, a bad word that is a stop id is forbidden as any other is. Knows tensors; refuses to
+know sequences and draws.
 
 Shapes: N = sampled rows, V = vocabulary, H = rows with a history, L = tokens of the longest.
 """
@@ -28,8 +30,12 @@ def process_logits(
     logits = logits.clone()
     device = logits.device
     if inputs.bias is not None:
-        where = tuple(torch.from_numpy(a).to(device) for a in (inputs.bias.rows, inputs.bias.ids))
-        logits.index_put_(where, torch.from_numpy(inputs.bias.values).to(device), accumulate=True)
+        there = inputs.bias.ids < logits.shape[1]
+        rows, ids, values = (
+            torch.from_numpy(a[there]).to(device)
+            for a in (inputs.bias.rows, inputs.bias.ids, inputs.bias.values)
+        )
+        logits.index_put_((rows, ids), values, accumulate=True)
     tokens = None
     if inputs.history is not None:
         assert last_ids is not None, "rows with a history need their newest tokens"
@@ -78,7 +84,7 @@ def _forbid_words(
     """Mask, in place, the last id of every word whose other ids are the row's newest tokens."""
     device = logits.device
     rows, ids = torch.from_numpy(words.rows).to(device), torch.from_numpy(words.ids).to(device)
-    complete = torch.ones(len(rows), dtype=torch.bool, device=device)
+    complete = ids[:, -1] < logits.shape[1]
     if ids.shape[1] > 1:
         assert history is not None and tokens is not None
         of_history = torch.from_numpy(words.history_rows).to(device)
@@ -86,11 +92,12 @@ def _forbid_words(
         places = ends[:, None] + torch.arange(1 - ids.shape[1], 0, device=device)
         tail = tokens[of_history[:, None], places.clamp(min=0)]
         matches = (ids[:, :-1] == NO_TOKEN) | ((ids[:, :-1] == tail) & (places >= 0))
-        complete = matches.all(dim=1)
+        complete &= matches.all(dim=1)
     logits[rows[complete], ids[complete, -1]] = -torch.inf
 
 
 def _forbid(logits: torch.Tensor, pairs: np.ndarray) -> torch.Tensor:
+    pairs = pairs[pairs[:, 1] < logits.shape[1]]
     if not len(pairs):
         return logits
     logits = logits.clone()

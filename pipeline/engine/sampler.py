@@ -48,6 +48,11 @@ class Sampler:
         self._logprobs = logprobs or num_topk > 0
         self._num_topk = num_topk
 
+    @property
+    def records(self) -> bool:
+        """Whether log-probabilities are recorded for every row."""
+        return self._logprobs
+
     def __call__(
         self, logits: torch.Tensor, inputs: SamplingInputs, last_ids: torch.Tensor | None = None
     ) -> Sampled:

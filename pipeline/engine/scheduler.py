@@ -13,7 +13,6 @@ Shapes: R = rows (sequences) of a step, K = alternatives per token.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ import numpy as np
 from pipeline.engine.block_manager import hash_blocks
 from pipeline.engine.block_tables import BlockTables, SharedPrefix
 from pipeline.engine.sequence import Sequence, SequenceTable, TokenLogprobs
+from pipeline.engine.waiting_queue import WaitingQueue
 from pipeline.request import FinishReason
 
 
@@ -67,6 +67,8 @@ class Scheduler:
         max_num_batched_tokens: int,
         prefix_sharing: bool = True,
         reserve: float = 1.0,
+        admission_batch: int = 1,
+        longest_first: bool = False,
     ) -> None:
         self.table = table
         self.blocks = blocks
@@ -74,7 +76,8 @@ class Scheduler:
         self._budget = max_num_batched_tokens
         self._prefix_sharing = prefix_sharing
         self._reserve = reserve
-        self._waiting: deque[Sequence] = deque()
+        self._admission_batch = min(admission_batch, table.num_slots)
+        self._waiting = WaitingQueue(longest_first)
         # After a preemption nobody is let in until somebody has ended: else both would trade blocks.
         self._admission_paused = False
 
@@ -99,7 +102,7 @@ class Scheduler:
                 f"(block_size {self.blocks.block_size}): raise it or engine.kv_cache_gb, or lower "
                 "sampling.max_tokens"
             )
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
 
     def drop_all(self) -> None:
         """Forget everything that waits or runs; the prefix cache stays."""
@@ -177,15 +180,18 @@ class Scheduler:
     def _admit(self, chunks: dict[int, int], budget: int) -> None:
         """Let waiting sequences in, first come first served, while slots, tokens and memory last."""
         t = self.table
+        # Rows are let in several at a time: each step with a prompt in it is dearer than one without.
+        if not chunks and t.num_free_slots < min(self._admission_batch, len(self._waiting)):
+            return
         while self._waiting and t.num_free_slots and budget > 0:
             if self._admission_paused and t.running.any():
                 return
-            sequence = self._waiting[0]
+            sequence = self._waiting.first
             prefix, promised = self._shared_prefix(sequence), self._promise(sequence)
             known = len(sequence.tokens)
             if not self.blocks.can_admit(promised, known, prefix, t.running) and t.running.any():
                 return
-            self._waiting.popleft()
+            self._waiting.pop()
             slot = self._place(sequence, prefix, promised)
             chunk = min(int(t.length[slot] - t.scheduled[slot]), budget)
             taken = self.blocks.cover(slot, int(t.scheduled[slot]) + chunk)
@@ -283,7 +289,7 @@ class Scheduler:
     def _return(self, slot: int) -> None:
         """Back to the front of the queue, with all tokens known so far."""
         self.blocks.release(slot)
-        self._waiting.appendleft(self.table.release(slot))
+        self._waiting.put_back(self.table.release(slot))
 
     # ---------------------------------------------------------------- results
 

@@ -11,10 +11,31 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
+
+from pipeline.engine.batch import StepInputs
+from pipeline.engine.model_runner import StepOutput
 
 Inputs = TypeVar("Inputs")
 Output = TypeVar("Output")
+
+
+class InFlight(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepOutput:
+        """Block until the step is over; raise here what it raised there."""
+        ...
+
+
+class Slots(Protocol):
+    """What the engine launches its steps with. busy_seconds: time spent in steps since entered."""
+
+    @property
+    def busy_seconds(self) -> float: ...
+    def launch(self, inputs: StepInputs) -> InFlight: ...
+    def __enter__(self) -> Slots: ...
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
 
 class BatchSlot(Generic[Inputs, Output]):

@@ -68,7 +68,10 @@ def read_architecture(config: Any, max_model_len: int | None = None) -> Architec
 def _refuse_unsupported(config: Any) -> None:
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"model.path: {kind} is an encoder-decoder; the engine runs decoders only")
+        raise UnsupportedModel(
+            f"model.path: {kind} is an encoder-decoder; the engine runs decoders only: use "
+            "a causal language model"
+        )
     for part in ("vision_config", "audio_config", "text_config"):
         if getattr(config, part, None) is not None:
             raise UnsupportedModel(

@@ -190,8 +190,8 @@ def stop_ids(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
 def resolve_device(device: Device) -> torch.device:
     if device is Device.cuda and not torch.cuda.is_available():
         raise ValueError("model.device=cuda, but torch sees no GPU here: use model.device=auto or cpu")
-    # The GPU path is not built yet; `auto` must not pick what cannot run.
-    return torch.device("cuda" if device is Device.cuda else "cpu")
+    on_gpu = device is Device.cuda or (device is Device.auto and torch.cuda.is_available())
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def resolve_dtype(dtype: Dtype, hf_config: Any, device: torch.device) -> torch.dtype:

@@ -142,6 +142,10 @@ def _largest_difference(config: Any, trust_remote_code: bool) -> float:
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=trust_remote_code
         ).eval()
+        # Biases, norms and gates start as zeros and ones, behind which a mask of the model's own can hide.
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.data += 0.1 * torch.randn_like(parameter)
     return _difference_to_eager(model, _ROW_LENGTHS, read_architecture(config, max(_ROW_LENGTHS)))
 
 

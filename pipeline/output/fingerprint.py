@@ -43,7 +43,12 @@ NEUTRAL = (
     "engine.max_num_batched_tokens",
     "engine.num_blocks",
     "engine.kv_cache_gb",
+    "engine.gpu_memory_utilization",
+    "engine.cuda_graphs",
     "engine.prefix_sharing",
+    "engine.admission_batch",
+    "engine.lookahead",
+    "engine.longest_first",
     "engine.reserve",
 )
 _SHOWN = 60
