@@ -63,7 +63,7 @@ def main() -> None:
     model = llama_8b()
     for rows in arguments.rows or [32]:
         # Steps 10 to 30 of a run of long prompts are all prefill; of the others, steps that decode.
-        skipped, batched = (0, arguments.context) if arguments.prefill else (60, 8192)
+        skipped, batched = (0 if arguments.prefill else 60), 8192
         time_of, count_of = profiled(model, rows, arguments.context, arguments.temperature, skipped, batched)
         print(f"{rows} rows of about {arguments.context + 80} tokens; us and launches per step:")
         for name, micros in time_of.most_common(16):

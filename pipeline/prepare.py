@@ -308,6 +308,7 @@ def _facts(config: JobConfig, inspected: InspectedModel, directory: JobDirectory
 def _engine_fact(config: JobConfig) -> str:
     engine = config.engine
     if not isinstance(engine, TransformersEngineConfig):
-        return f"native, {engine.mode.value}, determinism {engine.determinism.value}"
+        mode = "" if engine.mode is None else f"{engine.mode.value}, "
+        return f"native, {mode}determinism {engine.determinism.value}"
     overlaps = runs_async(engine.mode, resolve_device(config.model.device))
     return f"transformers {version('transformers')}, {'async' if overlaps else 'sync'}, draws not repeatable"

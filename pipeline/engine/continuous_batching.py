@@ -129,9 +129,9 @@ def num_cache_blocks(loaded: LoadedModel, config: TransformersEngineConfig) -> i
     return min(num_blocks, 2 + 2 * config.max_num_seqs * longest)
 
 
-def runs_async(mode: EngineMode, device: torch.device) -> bool:
+def runs_async(mode: EngineMode | None, device: torch.device) -> bool:
     """Whether batches overlap: transformers does that on a GPU only."""
-    return mode is EngineMode.async_ and device.type == "cuda"
+    return mode is not EngineMode.sync and device.type == "cuda"
 
 
 def _make_manager(loaded: LoadedModel, config: TransformersEngineConfig, params: SamplingParams) -> Any:

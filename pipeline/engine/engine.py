@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.config import Determinism, EngineConfig, EngineMode, ModelConfig
+from pipeline.engine.allocator import keep_freed_memory
 from pipeline.engine.batch import build_inputs
 from pipeline.engine.block_manager import BlockManager
 from pipeline.engine.block_tables import BlockGroup, BlockTables
@@ -78,6 +79,8 @@ class Engine:
             from pipeline.engine.cuda_setup import measure, set_up
 
             measured = measure(loaded, config)
+        else:
+            keep_freed_memory()
         gigabytes = measured.kv_gigabytes if on_gpu else config.kv_cache_gb
         num_blocks = _num_blocks(loaded, config, layers, gigabytes)
         self._blocks = _block_tables(loaded, config, num_blocks)
@@ -91,6 +94,7 @@ class Engine:
             longest_first=on_gpu if config.longest_first is None else config.longest_first,
             admission_batch=config.admission_batch or (max(1, config.max_num_seqs // 16) if on_gpu else 1),
         )
+        self._overlaps = on_gpu if config.mode is None else config.mode is EngineMode.async_
         self._lookahead = config.lookahead or config.max_num_seqs * (4 if on_gpu else 1)
         self._records_logprobs = logprobs or num_topk > 0
         blocks_of_layer = {layer: num_blocks[window] for window in layers for layer in layers[window]}
@@ -164,7 +168,7 @@ class Engine:
         if self._cuda is not None:
             return self._cuda
         assert self._runner is not None
-        return BatchSlots(self._runner.run, overlap=self.config.mode is EngineMode.async_)
+        return BatchSlots(self._runner.run, overlap=self._overlaps)
 
     def _loop(self, feed: Feed, should_stop: Callable[[], bool]) -> Iterator[Completion]:
         assert self._slots is not None
@@ -176,7 +180,7 @@ class Engine:
             if schedule is not None:
                 inputs = build_inputs(schedule, self._table, self._blocks)
                 launched = (schedule, self._slots.launch(inputs))
-            if self.config.mode is EngineMode.sync:
+            if not self._overlaps:
                 in_flight, launched = launched, None
             if in_flight is not None:
                 yield from self._take_result(*in_flight)

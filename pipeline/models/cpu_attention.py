@@ -154,22 +154,26 @@ def attend(
     pairs = len(pair_tile)
     q = padded[pair_tile].view(pairs * num_kv_heads, rows, head_dim)
     k = keys[pair_block].view(pairs * num_kv_heads, block_size, head_dim)
-    scores = torch.bmm(q, k.transpose(1, 2)).view(pairs, num_kv_heads, rows, block_size)
+    # From here on without the padding, which is most of a decoding row's tile.
+    used = width * group
+    scores = torch.bmm(q, k.transpose(1, 2)).view(pairs, num_kv_heads, rows, block_size)[:, :, :used]
     # Half types are summed in float32; the self-check runs in float64 throughout.
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     seen = visible.repeat_interleave(group, dim=1)[:, None]
-    scores[:, :, : width * group].masked_fill_(~seen, _MASKED)
+    scores = scores.masked_fill(~seen, _MASKED)
     highest = scores.amax(dim=-1, keepdim=True)
     weights = (scores - highest).exp()
     mass = weights.sum(dim=-1, keepdim=True)
     v = values[pair_block].view(pairs * num_kv_heads, block_size, head_dim)
-    partial = torch.bmm(weights.view(-1, rows, block_size).to(v.dtype), v)
-    partial = partial.view(pairs, num_kv_heads, rows, head_dim).to(scores.dtype)
+    padded_weights = v.new_zeros(pairs, num_kv_heads, rows, block_size)
+    padded_weights[:, :, :used] = weights
+    partial = torch.bmm(padded_weights.view(-1, rows, block_size), v)
+    partial = partial.view(pairs, num_kv_heads, rows, head_dim)[:, :, :used].to(scores.dtype)
 
     combined = _combine(highest, mass, partial, blocks_at.tolist(), sinks, width, group)
-    combined = combined[:, :, : width * group].reshape(tiles, num_kv_heads, width, group, head_dim)
+    combined = combined.view(tiles, num_kv_heads, width, group, head_dim)
     flat = combined.transpose(1, 2).reshape(tiles, width, num_kv_heads * group, head_dim)
     out[tokens[real]] = flat[real].to(out.dtype)
 
@@ -203,6 +207,5 @@ def _combine(
             .expand(-1, -1, width, -1)
             .reshape(1, -1, width * group, 1)
         )
-        used = slice(0, width * group)
-        total[:, :, used] += (by_row - top[:, :, used]).exp()
+        total += (by_row - top).exp()
     return result / total

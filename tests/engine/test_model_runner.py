@@ -151,10 +151,10 @@ def test_sizes_reach_the_most_tokens_of_a_step() -> None:
 
 
 def test_a_machine_without_agreeing_sizes_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def probed(loaded: LoadedModel, num_rows: int) -> tuple[torch.Tensor, dict[int, int | None]]:
-        return (torch.arange(num_rows)[:, None] if num_rows > 64 else torch.zeros(num_rows, 1)), {}
+    def logits_of(loaded: LoadedModel, num_rows: int) -> torch.Tensor:
+        return torch.arange(num_rows)[:, None] if num_rows > 64 else torch.zeros(num_rows, 1)
 
-    monkeypatch.setattr(model_runner, "probe", probed)
+    monkeypatch.setattr(model_runner, "logits_of_equal_rows", logits_of)
     assert make_engine(loaded_family("llama"), max_num_batched_tokens=64)._runner.padded_sizes == (16, 32, 64)
     with pytest.raises(ValueError, match=r"engine\.determinism=bitwise.*engine\.max_num_batched_tokens"):
         make_engine(loaded_family("llama"), max_num_batched_tokens=65)
