@@ -232,6 +232,5 @@ def _is_plain(sampling: SamplingInputs) -> bool:
 
 def _fill_with_padding(views: Views, scratch_slot: int) -> None:
     for name, view in views.items():
-        if name != "end":
-            view.fill_(-1 if name.startswith("slot_mapping") or name == "carry_slots" else 0)
+        view.fill_(-1 if name.startswith("slot_mapping") or name == "carry_slots" else 0)
     views["sample_slots"].fill_(scratch_slot)

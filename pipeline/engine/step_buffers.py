@@ -41,6 +41,7 @@ class StepLayout:
 
     @cached_property
     def fields(self) -> dict[str, tuple[int, type, tuple[int, ...]]]:
+        """By name: where the array begins, its numpy type, its shape."""
         t, r, n = self.num_tokens, self.num_rows, self.num_sampled
         shapes: list[tuple[str, type, tuple[int, ...]]] = [
             ("input_ids", np.int64, (t,)),
@@ -61,29 +62,30 @@ class StepLayout:
         fields, offset = {}, 0
         for name, kind, shape in shapes:
             fields[name] = (offset, kind, shape)
-            size = int(np.prod(shape)) * np.dtype(kind).itemsize
-            offset += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return {**fields, "end": (offset, np.int64, ())}
+            offset += -(-_num_bytes(kind, shape) // _ALIGNMENT) * _ALIGNMENT
+        return fields
 
     @property
     def num_bytes(self) -> int:
-        return self.fields["end"][0]
+        return max(offset + _num_bytes(kind, shape) for offset, kind, shape in self.fields.values())
 
     def arrays(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
         """Views of a host buffer uint8 [>= num_bytes]."""
         views: dict[str, np.ndarray] = {}
         for name, (offset, kind, shape) in self.fields.items():
-            size = int(np.prod(shape)) * np.dtype(kind).itemsize
-            views[name] = buffer[offset : offset + size].view(kind).reshape(shape)
+            views[name] = buffer[offset : offset + _num_bytes(kind, shape)].view(kind).reshape(shape)
         return views
 
     def tensors(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a device buffer uint8 [>= num_bytes]."""
         views = {}
         for name, (offset, kind, shape) in self.fields.items():
-            size = int(np.prod(shape)) * np.dtype(kind).itemsize
-            views[name] = buffer[offset : offset + size].view(_TORCH[kind]).view(shape)
+            views[name] = buffer[offset : offset + _num_bytes(kind, shape)].view(_TORCH[kind]).view(shape)
         return views
+
+
+def _num_bytes(kind: type, shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape)) * np.dtype(kind).itemsize
 
 
 @lru_cache(maxsize=256)

@@ -23,6 +23,17 @@ ATTENTION_NAME = "tokenmill"
 _TENSORS_PER_PLAN = 6
 
 
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer asks for. scale: of the scores. window: positions a query sees, itself included; None
+    sees all. softcap: bound of the scores, by tanh. sinks: [Hq], logits of a key without a value."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
 class AttentionContext(Protocol):
     """What a step's attention needs to know, handed to the model as `tokenmill=`."""
 
@@ -32,17 +43,9 @@ class AttentionContext(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        options: AttentionOptions,
     ) -> torch.Tensor:
-        """Write the new key and value [T, H, D] to the cache, attend: query [T, Hq, D] -> [T, Hq, D].
-
-        window: positions a query sees, itself included; None sees all. softcap: bound of the
-        scores, by tanh. sinks: [Hq], logits of a key without a value.
-        """
+        """Write the new key and value [T, H, D] to the cache, attend: query [T, Hq, D] -> [T, Hq, D]."""
         ...
 
 
@@ -72,13 +75,9 @@ class CpuAttentionContext:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        options: AttentionOptions,
     ) -> torch.Tensor:
-        group = self.groups[window]
+        group = self.groups[options.window]
         return paged_attention(
             query.contiguous(),
             key,
@@ -87,9 +86,9 @@ class CpuAttentionContext:
             self.values[layer],
             group.slot_mapping,
             group.plans,
-            scale,
-            softcap,
-            sinks,
+            options.scale,
+            options.softcap,
+            options.sinks,
         )
 
 
@@ -145,10 +144,9 @@ def tokenmill_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
+        AttentionOptions(
+            query.shape[-1] ** -0.5 if scaling is None else float(scaling), sliding_window, softcap, s_aux
+        ),
     )
     return out[None], None
 

@@ -18,6 +18,7 @@ from pipeline.kernels.decode_plan import DecodeWorkspace, plan_decode
 from pipeline.kernels.kv_write import write_kv
 from pipeline.kernels.paged_decode import paged_decode
 from pipeline.kernels.paged_prefill import paged_prefill
+from pipeline.models.attention import AttentionOptions
 
 
 @dataclass(frozen=True)
@@ -58,27 +59,15 @@ class CudaAttentionContext:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        options: AttentionOptions,
     ) -> torch.Tensor:
-        write_kv(key, value, self.keys[layer], self.values[layer], self.groups[window].slot_mapping)
-        return self.attend_written(layer, query, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        slots = self.groups[options.window].slot_mapping
+        write_kv(key, value, self.keys[layer], self.values[layer], slots)
+        return self.attend_written(layer, query, options)
 
-    def attend_written(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend_written(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         """Attend where the step's keys and values are in the cache already: query, result [T, Hq, D]."""
-        group, n = self.groups[window], self.num_decode
+        group, n = self.groups[options.window], self.num_decode
         keys, values = self.keys[layer], self.values[layer]
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if n:
@@ -88,10 +77,10 @@ class CudaAttentionContext:
                 values,
                 group.block_tables[:n],
                 self.context_lens[:n],
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
+                scale=options.scale,
+                window=options.window,
+                softcap=options.softcap,
+                sinks=options.sinks,
                 workspace=group.workspace,
                 planned=True,
                 out=out[:n],
@@ -104,10 +93,10 @@ class CudaAttentionContext:
                 group.block_tables[n:],
                 self.query_start_loc[n:],
                 self.starts[n:],
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
+                scale=options.scale,
+                window=options.window,
+                softcap=options.softcap,
+                sinks=options.sinks,
                 out=out,
             )
         return out

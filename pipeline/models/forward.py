@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipeline.models.attention import AttentionOptions
 from pipeline.models.cuda_attention import CudaAttentionContext
 from pipeline.models.fused import FusedContext, FusedModel, fuse, why_not_fused
 
@@ -53,7 +54,7 @@ def _fused_forward(fused: FusedModel) -> Forward:
         logits_index: torch.Tensor,
     ) -> torch.Tensor:
         def attend(layer: int, query: torch.Tensor, window: int | None) -> torch.Tensor:
-            return context.attend_written(layer, query, scale=scale, window=window)
+            return context.attend_written(layer, query, AttentionOptions(scale, window))
 
         slots = {window: group.slot_mapping for window, group in context.groups.items()}
         hidden = fused.forward(

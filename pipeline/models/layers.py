@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pipeline.models.attention import AttentionContext, CpuAttentionContext, GroupContext
+from pipeline.models.attention import AttentionContext, AttentionOptions, CpuAttentionContext, GroupContext
 from pipeline.models.cpu_attention import plan_tensors
 from pipeline.models.load import LoadedModel
 
@@ -25,13 +25,9 @@ class _WindowProbe:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        options: AttentionOptions,
     ) -> torch.Tensor:
-        self.window_of[layer] = window
+        self.window_of[layer] = options.window
         return torch.zeros_like(query)
 
 
