@@ -253,7 +253,6 @@ class EngineConfig:
     # Share of a row's still possible tokens that admission sets memory aside for. At 1 no row is
     # ever preempted; below, more rows run at once and some may have to be recomputed.
     reserve: float = 1.0
-    compile: bool = False
 
     def __post_init__(self) -> None:
         _at_least("engine.max_num_seqs", self.max_num_seqs, 1)
@@ -273,6 +272,16 @@ class EngineConfig:
         _at_least("engine.lookahead", self.lookahead, 1)
         if not 0 <= self.reserve <= 1:
             raise ValueError(f"engine.reserve={self.reserve} is a share: use a number from 0 to 1")
+
+
+# Settings that only the native engine has a use for, with their defaults.
+_NATIVE_ONLY = {
+    "admission_batch": None,
+    "lookahead": None,
+    "longest_first": None,
+    "cuda_graphs": True,
+    "fused": True,
+}
 
 
 @dataclass
@@ -297,7 +306,10 @@ class TransformersEngineConfig(EngineConfig):
                 "its logits change in the last bits with the batch; use engine.determinism=auto",
             ),
             ("reserve", self.reserve != 1.0, "it admits rows while blocks are free; leave it at 1"),
-            ("compile", self.compile, "leave engine.compile=false"),
+            *(
+                (name, getattr(self, name) != default, f"leave it at {'null' if default is None else 'true'}")
+                for name, default in _NATIVE_ONLY.items()
+            ),
         )
         for name, wrong, remedy in refused:
             if wrong:

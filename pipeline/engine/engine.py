@@ -113,7 +113,6 @@ class Engine:
                 num_slots=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 bitwise=bitwise,
-                compile=config.compile,
             )
         self._slots: Slots | None = None
         self._busy_before = 0.0

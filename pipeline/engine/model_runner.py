@@ -50,7 +50,6 @@ class ModelRunner:
         num_slots: int,
         max_num_batched_tokens: int,
         bitwise: bool,
-        compile: bool = False,
     ) -> None:
         self._loaded = loaded
         self._cache = cache
@@ -62,11 +61,6 @@ class ModelRunner:
         self._group_size = a.num_heads // a.num_kv_heads
         self._sizes = self._usable_sizes(max_num_batched_tokens) if bitwise else None
         self._forward = loaded.model
-        if compile and loaded.device.type == "cpu":
-            # The tile plans' shapes change with every step: each would be compiled anew.
-            raise ValueError("engine.compile=true is for GPUs: use engine.compile=false on the CPU")
-        if compile:
-            self._forward = torch.compile(loaded.model, fullgraph=True, dynamic=False)
 
     @property
     def padded_sizes(self) -> tuple[int, ...] | None:

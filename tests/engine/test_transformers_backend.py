@@ -273,7 +273,8 @@ class TestRefusals:
         [
             ({"determinism": Determinism.bitwise}, r"engine\.determinism=bitwise .*engine\.determinism=auto"),
             ({"reserve": 0.5}, r"engine\.reserve=0\.5 .*leave it at 1"),
-            ({"compile": True}, r"engine\.compile=true .*engine\.compile=false"),
+            ({"longest_first": True}, r"engine\.longest_first=true .*leave it at null"),
+            ({"cuda_graphs": False}, r"engine\.cuda_graphs=false .*leave it at true"),
             ({"block_size": 2}, r"engine\.block_size=2 .*4 or more"),
         ],
     )
@@ -559,7 +560,7 @@ class TestJobs:
     ("arguments", "said"),
     [
         (["engine.attention=sdpa"], ["engine.attention", "engine=native has no use for it"]),
-        (["engine=transformers", "engine.compile=true"], ["engine.compile=true", "engine=native"]),
+        (["engine=transformers", "engine.fused=false"], ["engine.fused=false", "engine=native"]),
         (["engine=transformers", "engine.attention=quick"], ["engine.attention", "quick", "sdpa"]),
     ],
 )
