@@ -5,6 +5,8 @@ Knows the attention function's arguments; refuses to know blocks and sequences.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 import torch
 
@@ -60,8 +62,7 @@ def logits_of_equal_rows(loaded: LoadedModel, num_rows: int) -> torch.Tensor:
     )
     # With one token a row, every window sees the same.
     group = GroupContext(torch.arange(num_rows), plans)
-    windows = layers_by_window(loaded)
-    return _forward(loaded, num_rows, CpuAttentionContext(keys, values, dict.fromkeys(windows, group)))
+    return _forward(loaded, num_rows, CpuAttentionContext(keys, values, defaultdict(lambda: group)))
 
 
 def _forward(loaded: LoadedModel, num_rows: int, context: AttentionContext) -> torch.Tensor:
