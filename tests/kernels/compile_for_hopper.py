@@ -18,8 +18,17 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pipeline.kernels import decode_plan, kv_write, paged_decode, paged_prefill
+from pipeline.kernels import (
+    decode_plan,
+    kv_write,
+    paged_decode,
+    paged_prefill,
+    sample_draw,
+    sample_largest,
+    sample_scan,
+)
 from pipeline.kernels.launch import decode_launch, prefill_launch
+from pipeline.kernels.sample_launch import DEFAULT_LAUNCH
 from pipeline.kernels.tiles import dot_settings
 
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -33,7 +42,9 @@ def compile_kernel(
     signature |= dict.fromkeys(constants, "constexpr") | {n: f"*{kind}" for n, kind in pointers.items()}
     aligned = [["tt.divisibility", 16]]
     attributes = {
-        (i,): aligned for i, n in enumerate(kernel.arg_names) if n in pointers or n.startswith("stride")
+        (i,): aligned
+        for i, n in enumerate(kernel.arg_names)
+        if n in pointers or n == "width" or n.startswith("stride")
     }
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -89,6 +100,33 @@ def attention(
     )
 
 
+def sampling(dtype: torch.dtype, **given: int) -> None:
+    """Of 262k ids; what a kernel takes of the pointers and constants is taken from one list of all.
+
+    given: arguments that are 1, which are constants to the compiler.
+    """
+    launch = DEFAULT_LAUNCH
+    kinds = {"logits": TYPES[dtype], "top_k": "i32", "uniform": "fp64", "masses": "fp64", "listed": "i16"}
+    kinds |= dict.fromkeys(("first", "best", "counts", "ranks"), "i32") | {"ids": "i64"}
+    constants = {"RECORDS": True, "CHUNK": launch.chunk, "GROUPS": launch.groups, "CHUNKS": 64}
+    constants |= {"LISTED": launch.listed, "SEGMENT": launch.segment, "TILE": launch.tile, "TOPK": 32}
+    constants |= {"BLOCK": launch.block, "WAYS": launch.ways}
+    scans = (sample_scan._stats_kernel, sample_scan._select_kernel)
+    for kernel in (
+        *scans,
+        sample_scan._combine_kernel,
+        sample_draw._draw_kernel,
+        sample_largest._largest_kernel,
+    ):
+        pointers = {n: kinds.get(n[:-4], "fp32") for n in kernel.arg_names if n.endswith("_ptr")}
+        taken = {n: value for n, value in (constants | given).items() if n in kernel.arg_names}
+        if kernel is sample_largest._largest_kernel:
+            taken["WAYS"] = launch.ways // 2
+        warps = launch.scan_warps if kernel in scans else launch.row_warps
+        name = " ".join([f"sample{kernel.__name__}", TYPES[dtype], *given])
+        compile_kernel(name, kernel, pointers, taken, num_warps=warps)
+
+
 def main() -> None:
     attention("decode", torch.bfloat16, 128, 64, 4, features=False)
     attention("decode", torch.bfloat16, 96, 16, 7, features=True)
@@ -102,6 +140,9 @@ def main() -> None:
     tensors = {n: "i64" if n == "slot_ptr" else "bf16" for n in write.arg_names if n.endswith("_ptr")}
     sizes = {"NUM_HEADS": 8, "HEAD_DIM": 128, "PAGE": 64, "BLOCK": 1024}
     compile_kernel("write", write, tensors, sizes, num_warps=4)
+    for dtype in TYPES:
+        sampling(dtype)
+    sampling(torch.float32, num_chunks=1, num_topk=1)
 
 
 if __name__ == "__main__":
