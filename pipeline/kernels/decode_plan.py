@@ -95,8 +95,9 @@ class DecodeWorkspace:
         return self.arrivals.shape[1]
 
     def num_programs(self, num_rows: int) -> int:
-        """Programs of a launch: enough to fill the GPU with any lengths; if items are more, they share."""
-        return (num_rows + self.batch_splits) * self.num_kv_heads
+        """Programs of a launch: one for every row that is not split, and enough to fill the GPU; items beyond
+        that are shared. Programs that find nothing to do are not free: up to 3 % of a launch on an H200."""
+        return max(num_rows, self.batch_splits) * self.num_kv_heads
 
 
 def allocate_workspace(
