@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from pipeline.engine.batch import StepInputs
 from pipeline.engine.model_runner import StepOutput
+from pipeline.timeline import DeviceSpan
 
 Inputs = TypeVar("Inputs")
 Output = TypeVar("Output")
@@ -34,24 +35,39 @@ class Slots(Protocol):
     @property
     def busy_seconds(self) -> float: ...
     def launch(self, inputs: StepInputs) -> InFlight: ...
+    def record_spans(self, on: bool) -> None:
+        """Whether steps launched from now on are recorded. Steps count from 0 since entered."""
+        ...
+
+    def take_spans(self) -> list[DeviceSpan]:
+        """Recorded spans of the steps whose results were taken, each handed out once."""
+        ...
+
     def __enter__(self) -> Slots: ...
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
 
 class BatchSlot(Generic[Inputs, Output]):
-    """One step between launch and result. `done` is set when `output` or `error` is there."""
+    """One step between launch and result. `done` is set when `output` or `error` is there.
 
-    def __init__(self) -> None:
+    number: which of the two this is. step, recorded: the step in it, and whether its time is asked for.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.step = 0
+        self.recorded = False
         self.done = threading.Event()
         self.done.set()
         self.inputs: Inputs | None = None
         self.output: Output | None = None
         self.error: BaseException | None = None
 
-    def fill(self, inputs: Inputs) -> None:
+    def fill(self, inputs: Inputs, step: int, recorded: bool) -> None:
         # Its buffers may be overwritten only after the step that reads them is over.
         assert self.done.is_set(), "the slot's step is still running"
         self.inputs, self.output, self.error = inputs, None, None
+        self.step, self.recorded = step, recorded
         self.done.clear()
 
     def compute(self, step: Callable[[Inputs], Output]) -> None:
@@ -60,8 +76,6 @@ class BatchSlot(Generic[Inputs, Output]):
             self.output = step(self.inputs)
         except BaseException as error:  # handed to whoever waits for the result
             self.error = error
-        finally:
-            self.done.set()
 
     def result(self) -> Output:
         """Block until the step is over; raise here what it raised there."""
@@ -80,8 +94,10 @@ class BatchSlots(Generic[Inputs, Output]):
 
     def __init__(self, step: Callable[[Inputs], Output], *, overlap: bool) -> None:
         self._step = step
-        self._slots: tuple[BatchSlot[Inputs, Output], ...] = (BatchSlot(), BatchSlot())
-        self._next = 0
+        self._slots: tuple[BatchSlot[Inputs, Output], ...] = (BatchSlot(0), BatchSlot(1))
+        self._num_launched = 0
+        self._records = False
+        self._spans: list[DeviceSpan] = []
         self._queue: queue.SimpleQueue[BatchSlot[Inputs, Output] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.busy_seconds = 0.0
@@ -91,9 +107,9 @@ class BatchSlots(Generic[Inputs, Output]):
 
     def launch(self, inputs: Inputs) -> BatchSlot[Inputs, Output]:
         """Start a step after those launched before; with overlap, return at once."""
-        slot = self._slots[self._next]
-        self._next = 1 - self._next
-        slot.fill(inputs)
+        slot = self._slots[self._num_launched % 2]
+        slot.fill(inputs, self._num_launched, self._records)
+        self._num_launched += 1
         if self._thread is None:
             self._timed(slot)
         else:
@@ -103,7 +119,21 @@ class BatchSlots(Generic[Inputs, Output]):
     def _timed(self, slot: BatchSlot[Inputs, Output]) -> None:
         started = time.perf_counter()
         slot.compute(self._step)
-        self.busy_seconds += time.perf_counter() - started
+        ended = time.perf_counter()
+        self.busy_seconds += ended - started
+        if slot.recorded:
+            self._spans.append(DeviceSpan("compute", slot.step, slot.number, started, ended))
+        # Last: whoever has the result may ask for its time.
+        slot.done.set()
+
+    def record_spans(self, on: bool) -> None:
+        """Whether steps launched from now on are recorded, as `compute`."""
+        self._records = on
+
+    def take_spans(self) -> list[DeviceSpan]:
+        """Recorded spans of the steps that are over, each handed out once."""
+        spans, self._spans = self._spans, []
+        return spans
 
     def _work(self) -> None:
         while (slot := self._queue.get()) is not None:

@@ -13,7 +13,8 @@ from typing import Protocol
 
 from pipeline.config import JobConfig
 from pipeline.report.progress import ProgressStats
-from pipeline.report.summary import RunSummary, Showcase
+from pipeline.report.start_up import StartUp
+from pipeline.report.summary import RunSummary, Showcase, StepTimes
 from pipeline.request import Completion
 
 # "Try again later" in sysexits.h: the job is sound, it is just not complete.
@@ -34,9 +35,15 @@ class RunningStats(Protocol):
 
 
 class Outcome:
-    """rows_to_do: results that were missing at the start. total_rows: those of the whole job."""
+    """rows_to_do: results that were missing at the start. total_rows: those of the whole job.
+
+    start_up, steps, timeline: what there is to say about them once that is known.
+    """
 
     def __init__(self, config: JobConfig, rows_to_do: int, total_rows: int, started: float) -> None:
+        self.start_up: StartUp | None = None
+        self.steps: StepTimes | None = None
+        self.timeline: str | None = None
         self.started = started
         self.rows_before = total_rows - rows_to_do
         self.stopped_by: signal.Signals | str | None = None
@@ -77,6 +84,9 @@ class Outcome:
             completion_tokens=self._completion_tokens,
             seconds=time.time() - self.started,
             stopped_by=self._reason(),
+            start_up=self.start_up.text() if self.start_up else None,
+            steps=self.steps,
+            timeline=self.timeline,
         )
 
     def _reason(self) -> str | None:

@@ -12,6 +12,9 @@ from pipeline.report.cost import dollars, dollars_per_million, money
 from pipeline.report.progress import duration_text
 
 _SHOWN_CHARS = 600
+_SHOWN_MS = 0.01
+# Phases in which the host waits, or somebody else is at work.
+_NOT_THE_HOSTS = ("wait", "consumer")
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,21 @@ def start_block(
 
 
 @dataclass(frozen=True)
+class StepTimes:
+    """What an engine's steps took. busy_seconds: on the device. phase_seconds: the host's, by phase."""
+
+    on_gpu: bool
+    num_steps: int
+    busy_seconds: float
+    phase_seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """How a run ended. Rows, tokens and seconds are this process's; rows_left those of the whole job.
 
-    stopped_by: what ended it before its time, in words.
+    stopped_by: what ended it before its time, in words. start_up, timeline: in words, None if there was
+    none. steps: None if there was none, or if the engine does not tell.
     """
 
     output_dir: str
@@ -53,6 +67,9 @@ class RunSummary:
     completion_tokens: int
     seconds: float
     stopped_by: str | None = None
+    start_up: str | None = None
+    steps: StepTimes | None = None
+    timeline: str | None = None
 
 
 def closing_summary(run: RunSummary, cost: CostConfig) -> str:
@@ -65,13 +82,35 @@ def closing_summary(run: RunSummary, cost: CostConfig) -> str:
         ("tokens", f"{run.prompt_tokens:,} in, {run.completion_tokens:,} out"),
         ("time", f"{duration_text(run.seconds)}, {rate:,.0f} output tokens/s"),
     ]
+    if run.start_up is not None:
+        entries.append(("start-up", run.start_up))
+    if run.steps is not None and run.steps.num_steps:
+        entries += [("steps", _steps(run.steps)), ("host", _host(run.steps))]
     if cost.gpu_hour_usd > 0 and per_million is not None:
         price = f"{money(cost.gpu_hour_usd)} a GPU-hour"
         entries.append(("cost", f"{money(spent)}, {money(per_million)} per million output tokens ({price})"))
     entries.append(("output", run.output_dir))
+    if run.timeline is not None:
+        entries.append(("timeline", run.timeline))
     if run.stopped_by is not None:
         entries.append(("stopped", run.stopped_by))
     return "\n".join(_table(entries) + _next_steps(run))
+
+
+def _steps(steps: StepTimes) -> str:
+    seconds = sum(steps.phase_seconds.values())
+    share = f"{steps.busy_seconds / seconds:.1%}"
+    busy = f"GPU busy {share}" if steps.on_gpu else f"{share} of generating"
+    return f"{steps.num_steps:,}, {busy}, {1e3 * seconds / steps.num_steps:.2f} ms each"
+
+
+def _host(steps: StepTimes) -> str:
+    """The host's own work for a step by phase, then what is not its work."""
+    each = {phase: 1e3 * seconds / steps.num_steps for phase, seconds in steps.phase_seconds.items()}
+    work = {phase: ms for phase, ms in each.items() if phase not in _NOT_THE_HOSTS}
+    phases = ", ".join(f"{phase} {ms:.2f}" for phase, ms in work.items() if ms >= _SHOWN_MS)
+    rest = ", ".join(f"{phase} {each[phase]:.2f}" for phase in _NOT_THE_HOSTS if phase in each)
+    return f"{sum(work.values()):.2f} ms a step ({phases}); {rest}"
 
 
 def _rows(run: RunSummary) -> str:

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from pipeline.engine.slots import BatchSlots
+from pipeline.timeline import DeviceSpan
 
 OVERLAPS = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 
@@ -123,3 +124,43 @@ def test_busy_seconds_are_those_of_the_steps(overlap: bool) -> None:
             slots.launch(number).result()
             time.sleep(0.02)
     assert 0.06 <= slots.busy_seconds <= time.perf_counter() - began - 0.06
+
+
+@OVERLAPS
+def test_spans_are_those_of_the_steps_launched_while_they_were_asked_for(overlap: bool) -> None:
+    def step(number: int) -> int:
+        time.sleep(0.001)
+        return number
+
+    taken: list[DeviceSpan] = []
+    began = time.perf_counter()
+    with BatchSlots(step, overlap=overlap) as slots:
+        before = slots.launch(0)
+        for number in range(1, 8):
+            slots.record_spans(2 <= number < 6)
+            launched = slots.launch(number)
+            before.result()
+            before = launched
+            if number == 4:
+                taken += slots.take_spans()
+                # A span is there as soon as its result is.
+                assert {span.step for span in taken} >= {2, 3}
+        before.result()
+        taken += slots.take_spans()
+        assert slots.take_spans() == []
+    assert [(s.step, s.slot, s.row) for s in taken] == [(n, n % 2, "compute") for n in range(2, 6)]
+    assert all(span.end - span.begin >= 0.001 for span in taken)
+    assert all(a.end <= b.begin for a, b in zip(taken, taken[1:], strict=False))
+    assert began < taken[0].begin and taken[-1].end < time.perf_counter()
+
+
+@OVERLAPS
+def test_a_step_that_failed_has_its_span_too(overlap: bool) -> None:
+    def step(number: int) -> int:
+        raise MemoryError(number)
+
+    with BatchSlots(step, overlap=overlap) as slots:
+        slots.record_spans(True)
+        with pytest.raises(MemoryError):
+            slots.launch(1).result()
+        assert len(slots.take_spans()) == 1

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline.config import CostConfig
@@ -7,6 +9,7 @@ from pipeline.report.summary import (
     ResolvedValue,
     RunSummary,
     Showcase,
+    StepTimes,
     closing_summary,
     shortened,
     start_block,
@@ -77,6 +80,32 @@ def test_a_run_that_had_nothing_to_do_divides_by_nothing():
     )
     assert "0 now, 300 before, none to do" in text
     assert "$" not in text
+
+
+STEPS = StepTimes(
+    True, 500, 2.79, {"intake": 0.1, "schedule": 0.001, "launch": 0.2, "wait": 2.4, "consumer": 0.099}
+)
+
+
+def test_the_end_tells_what_the_steps_took():
+    run = summary(start_up="9.3 s (imports 6.0, model 3.3)", steps=STEPS, timeline="a.png")
+    lines = dict(line.split(maxsplit=1) for line in closing_summary(run, CostConfig()).splitlines()[:9])
+    assert lines["start-up"] == "9.3 s (imports 6.0, model 3.3)"
+    assert lines["steps"] == "500, GPU busy 99.6%, 5.60 ms each"
+    # What is too little to be shown is in the sum all the same; waiting is no work.
+    assert lines["host"] == "0.60 ms a step (intake 0.20, launch 0.40); wait 4.80, consumer 0.20"
+    assert lines["timeline"] == "a.png"
+
+
+def test_where_there_is_no_gpu_none_is_spoken_of():
+    text = closing_summary(summary(steps=replace(STEPS, on_gpu=False)), CostConfig())
+    assert "500, 99.6% of generating, 5.60 ms each" in text and "busy" not in text
+
+
+@pytest.mark.parametrize("steps", [None, replace(STEPS, num_steps=0)])
+def test_without_steps_nothing_is_said_of_them(steps):
+    labels = [line.split()[0] for line in closing_summary(summary(steps=steps), CostConfig()).splitlines()]
+    assert not {"steps", "host", "start-up", "timeline"} & set(labels)
 
 
 class TestShowcase:
