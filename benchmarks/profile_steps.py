@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from workloads import llama_8b, requests_of
 
-from pipeline.config import EngineConfig
+import pipeline
+from pipeline.bench.workloads import RowLength, make_requests
+from pipeline.config import EngineConfig, LoadFormat, ModelConfig
 from pipeline.engine import Engine
-from pipeline.models.load import wrap_model
+from pipeline.models.load import load_model, wrap_model
+from pipeline.request import SamplingParams
 
 _PROFILED_STEPS = 20
+_NEW_TOKENS = 200
+_SHAPE = Path(pipeline.__file__).parent / "assets" / "llama-8b"
 
 
 def profiled(
@@ -42,7 +47,9 @@ def profiled(
             recorder.stop()
         return steps > 10 + _PROFILED_STEPS
 
-    for _ in engine.generate(requests_of([(context, 200)] * rows, temperature, 0), tick):
+    sampling = SamplingParams(temperature=temperature, ignore_eos=True)
+    lengths = [RowLength(context, _NEW_TOKENS)] * rows
+    for _ in engine.generate(make_requests(lengths, wrapped.vocab_size, sampling, 0), tick):
         pass
     time_of: Counter[str] = Counter()
     count_of: Counter[str] = Counter()
@@ -60,7 +67,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prefill", action="store_true", help="profile prompts of --context tokens instead")
     arguments = parser.parse_args()
-    model = llama_8b()
+    model = load_model(ModelConfig(path=str(_SHAPE), load_format=LoadFormat.dummy)).model
     for rows in arguments.rows or [32]:
         # Steps 10 to 30 of a run of long prompts are all prefill; of the others, steps that decode.
         skipped, batched = (0 if arguments.prefill else 60), 8192

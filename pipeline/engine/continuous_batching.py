@@ -24,6 +24,7 @@ from pipeline.request import SamplingParams
 
 _LOGGER = "ContinuousBatchingLogger"
 _DEATH_S = 30.0
+_GPU_KV_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,16 @@ class Batching:
             self._raise_death()
         return Generated(output.request_id, output.generated_tokens, output.logprobs, output.error)
 
+    def cancel(self, names: Iterable[str]) -> None:
+        """Drop rows that nobody waits for any more."""
+        for name in names:
+            self._manager.cancel_request(name)
+
+    @property
+    def num_steps(self) -> int:
+        # Its thread sets the count when it begins.
+        return getattr(self._manager, "current_batch", 0)
+
     @property
     def num_running(self) -> int:
         processor = self._manager.batch_processor
@@ -96,14 +107,16 @@ class Batching:
 
 @contextmanager
 def batching(
-    loaded: LoadedModel, config: TransformersEngineConfig, params: SamplingParams
+    loaded: LoadedModel, config: TransformersEngineConfig, params: SamplingParams, num_blocks: int
 ) -> Iterator[Batching]:
     """Start a manager; stop it, drop what it has in flight and free its cache at the end.
+
+    num_blocks: of its cache, as `num_cache_blocks` has them.
 
     ValueError if its cache cannot be made.
     """
     with _quiet():
-        manager = _make_manager(loaded, config, params)
+        manager = _make_manager(loaded, config, params, num_blocks)
         manager.start()
         try:
             yield Batching(manager)
@@ -118,10 +131,10 @@ def num_cache_blocks(loaded: LoadedModel, config: TransformersEngineConfig) -> i
         return config.num_blocks
     a = loaded.architecture
     token_bytes = 2 * a.num_layers * a.num_kv_heads * a.head_dim * loaded.dtype.itemsize
-    num_blocks = int(config.kv_cache_gb * 2**30) // (token_bytes * config.block_size)
+    num_blocks = int(_kv_gigabytes(loaded, config) * 2**30) // (token_bytes * config.block_size)
     if num_blocks < 1:
         raise ValueError(
-            f"engine.kv_cache_gb={config.kv_cache_gb} holds no block of {config.block_size} tokens "
+            f"{_memory_key(loaded, config)} holds no block of {config.block_size} tokens "
             f"({token_bytes * config.block_size:,} bytes): raise it, or lower engine.block_size"
         )
     # More than every row at full length is memory for nothing.
@@ -129,13 +142,29 @@ def num_cache_blocks(loaded: LoadedModel, config: TransformersEngineConfig) -> i
     return min(num_blocks, 2 + 2 * config.max_num_seqs * longest)
 
 
+def _kv_gigabytes(loaded: LoadedModel, config: TransformersEngineConfig) -> float:
+    """On a GPU a share of what gpu_memory_utilization leaves: steps and graphs take theirs, unmeasured."""
+    if loaded.device.type != "cuda":
+        return config.kv_cache_gb
+    free, total = torch.cuda.mem_get_info(loaded.device)
+    left = total * config.gpu_memory_utilization - (total - free)
+    return max(0.0, left) * _GPU_KV_SHARE / 2**30
+
+
+def _memory_key(loaded: LoadedModel, config: TransformersEngineConfig) -> str:
+    if loaded.device.type == "cuda":
+        return f"engine.gpu_memory_utilization={config.gpu_memory_utilization}"
+    return f"engine.kv_cache_gb={config.kv_cache_gb}"
+
+
 def runs_async(mode: EngineMode | None, device: torch.device) -> bool:
     """Whether batches overlap: transformers does that on a GPU only."""
     return mode is not EngineMode.sync and device.type == "cuda"
 
 
-def _make_manager(loaded: LoadedModel, config: TransformersEngineConfig, params: SamplingParams) -> Any:
-    num_blocks = num_cache_blocks(loaded, config)
+def _make_manager(
+    loaded: LoadedModel, config: TransformersEngineConfig, params: SamplingParams, num_blocks: int
+) -> Any:
     try:
         manager = loaded.model.init_continuous_batching(
             generation_config=_generation_config(loaded, params),
@@ -143,9 +172,9 @@ def _make_manager(loaded: LoadedModel, config: TransformersEngineConfig, params:
         )
         # Makes the cache here, where an error can still be raised, and captures graphs on a GPU.
         manager.warmup()
-    except MemoryError as error:
+    except (MemoryError, torch.OutOfMemoryError) as error:
         raise ValueError(
-            f"engine.kv_cache_gb={config.kv_cache_gb} with engine.max_num_batched_tokens="
+            f"{_memory_key(loaded, config)} with engine.max_num_batched_tokens="
             f"{config.max_num_batched_tokens} does not fit into memory: lower one of them ({error})"
         ) from error
     return manager
@@ -165,6 +194,8 @@ def _batching_config(
         # There a block holds one group of layers, not all of them.
         groups: Any = group_layers_by_attn_type(loaded.model.config.get_text_config())
         num_blocks *= len(groups[0])
+    if loaded.device.type == "cuda":
+        own |= _gpu_settings(loaded, config)
     return ContinuousBatchingConfig(
         num_blocks=num_blocks,
         max_batch_tokens=config.max_num_batched_tokens,
@@ -175,6 +206,18 @@ def _batching_config(
         # No seed: it would not repeat a row's draws, but a resumed job's rows would draw alike again.
         **own,
     )
+
+
+def _gpu_settings(loaded: LoadedModel, config: TransformersEngineConfig) -> dict[str, Any]:
+    """What it would otherwise guess: graphs, and blocks of the longest row, without which no row of more
+    than 32 takes the path for steps that only decode."""
+    # Without flash attention every graph pads a mask over all contexts: there it decides better itself.
+    flash = "flash" in loaded.model.config._attn_implementation
+    blocks = -(-loaded.max_model_len // config.block_size) + 1
+    return {
+        "use_cuda_graph": (True if flash else None) if config.cuda_graphs else False,
+        "max_blocks_per_request": blocks + blocks % 2,
+    }
 
 
 def _generation_config(loaded: LoadedModel, params: SamplingParams) -> GenerationConfig:

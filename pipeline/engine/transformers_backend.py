@@ -9,6 +9,7 @@ the manager, `transformers_limits.py` what is refused.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,13 +31,17 @@ _TURN_S = 0.02
 
 @dataclass(frozen=True)
 class TransformersStats:
-    """A snapshot. num_waiting: rows handed over that do not run yet. kv_use: share of the cache in use."""
+    """A snapshot. num_waiting: rows handed over that do not run yet. kv_use: share of the cache in use.
+
+    num_steps: of the manager that runs, 0 without one.
+    """
 
     num_running: int
     num_waiting: int
     kv_use: float
     prompt_tokens: int
     completion_tokens: int
+    num_steps: int
 
 
 class TransformersEngine:
@@ -63,6 +68,7 @@ class TransformersEngine:
             raise ValueError(reason)
         self._capacity = num_cache_blocks(loaded, config)
         self._batching: Batching | None = None
+        self._is_generating = False
         self._in_flight: dict[str, tuple[Request, int]] = {}
         self._num_submitted = 0
         self._prompt_tokens = 0
@@ -90,7 +96,22 @@ class TransformersEngine:
             kv_use=self._batching.kv_use if self._batching else 0.0,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
+            num_steps=self._batching.num_steps if self._batching else 0,
         )
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Keep one manager, with its cache and its graphs, for every generate within.
+
+        Without, each generate makes its own. ValueError if its cache cannot be made.
+        """
+        if self._batching is not None:
+            raise RuntimeError("the engine has a session already: leave that one first")
+        with batching(self.loaded, self.config, self._sampling, self._capacity) as self._batching:
+            try:
+                yield
+            finally:
+                self._batching = None
 
     def generate(
         self, requests: Iterable[Request], should_stop: Callable[[], bool] = lambda: False
@@ -102,14 +123,19 @@ class TransformersEngine:
         transformers' engine dies: rows that ended before have been yielded, the others have not.
         One generate at a time: a second raises RuntimeError.
         """
-        if self._batching is not None:
+        if self._is_generating:
             raise RuntimeError("the engine is already generating: exhaust or close that iterator first")
-        with batching(self.loaded, self.config, self._sampling) as self._batching:
-            try:
-                yield from self._loop(self._batching, Feed(requests), should_stop)
-            finally:
-                self._batching = None
-                self._in_flight.clear()
+        self._is_generating = True
+        try:
+            with contextlib.nullcontext() if self._batching else self.session():
+                assert self._batching is not None
+                try:
+                    yield from self._loop(self._batching, Feed(requests), should_stop)
+                finally:
+                    self._batching.cancel(self._in_flight)
+                    self._in_flight.clear()
+        finally:
+            self._is_generating = False
 
     def _loop(self, rows: Batching, feed: Feed, should_stop: Callable[[], bool]) -> Iterator[Completion]:
         while not should_stop():
@@ -118,7 +144,8 @@ class TransformersEngine:
                 assert feed.exhausted
                 return
             generated = rows.next(_TURN_S)
-            if generated is not None:
+            # In a session, what an earlier generate dropped may still come.
+            if generated is not None and generated.name in self._in_flight:
                 yield self._completion(generated)
 
     def _take_in(self, rows: Batching, feed: Feed) -> Iterator[Completion]:
@@ -153,7 +180,7 @@ class TransformersEngine:
             return _error(
                 "row_exceeds_kv_cache",
                 f"{self._capacity} blocks of engine.block_size={self.config.block_size} hold no row of "
-                f"{self._longest(request)} tokens: raise engine.kv_cache_gb or engine.num_blocks, or lower "
+                f"{self._longest(request)} tokens: raise engine.num_blocks or the memory for it, or lower "
                 "sampling.max_tokens",
             )
         return None

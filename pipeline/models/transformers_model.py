@@ -27,6 +27,7 @@ from pipeline.models.load import (
 from pipeline.models.load_errors import require_packages
 from pipeline.models.quantized import check_quantization
 from pipeline.models.revision import pin_revision
+from pipeline.models.transformers_flash import assemble, can_assemble
 from pipeline.models.weight_files import check_weight_files
 from pipeline.models.weights import read_weights
 
@@ -91,7 +92,10 @@ def wrap_for_transformers(
     """Take a transformers model that is already in memory; its attention is named in place."""
     architecture = _sizes(model.config, max_model_len)
     parameter = next(model.parameters())
-    _set_attention(model, engine.attention, parameter.device)
+    if _assembles_flash(model, engine.attention, parameter.device):
+        _set_assembled_flash(model, engine, architecture, parameter.device)
+    else:
+        _set_attention(model, engine.attention, parameter.device)
     vocab_size = architecture.vocab_size
     return LoadedModel(
         model=model,
@@ -166,6 +170,28 @@ def _check_rope(hf_config: Any, longest: int) -> None:
             f"the longest row of a batch once that is past {static} tokens: rows would change with their "
             f"neighbours. Set model.max_model_len={static} or less"
         )
+
+
+def _assembles_flash(model: Any, attention: Attention, device: torch.device) -> bool:
+    """Whether FlashAttention-3 is wanted, and has to be put together from fa3-fwd."""
+    if attention is Attention.auto and not getattr(model, "_supports_flash_attn", False):
+        return False
+    return attention in (Attention.auto, Attention.flash_attention_3) and can_assemble(device, model.dtype)
+
+
+def _set_assembled_flash(
+    model: Any, engine: TransformersEngineConfig, architecture: Architecture, device: torch.device
+) -> None:
+    # Steps are padded to a power of two.
+    max_rows = 1 << (engine.max_num_seqs - 1).bit_length()
+    assemble(architecture, max_rows=max_rows, page_size=engine.block_size, dtype=model.dtype, device=device)
+    name = Attention.flash_attention_3.value
+    name = name if PAGES_BY_CALL else f"paged|{name}"
+    # set_attn_implementation would ask for the package flash-attn-3 by name.
+    for config in {
+        id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None
+    }.values():
+        config._attn_implementation_internal = name
 
 
 def _set_attention(model: Any, attention: Attention, device: torch.device) -> None:

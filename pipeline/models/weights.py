@@ -30,7 +30,7 @@ _COMPUTED = re.compile(r"\.(inv_freq|masked_bias|position_ids|attn\.bias|attenti
 def read_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """The model on its device, adapter merged, ready to compute. ValueError naming what is wrong."""
     if config.load_format is LoadFormat.dummy:
-        return _random_model(config, hf_config, dtype).to(device).eval().requires_grad_(False)
+        return _random_model(config, hf_config, dtype, device).eval().requires_grad_(False)
     if not sys.stderr.isatty():
         # A bar is for terminals; a log would be left with its carriage returns.
         transformers_logging.disable_progress_bar()
@@ -43,9 +43,12 @@ def read_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, device
     return merge_adapter(config, model).eval().requires_grad_(False)
 
 
-def _random_model(config: ModelConfig, hf_config: Any, dtype: torch.dtype) -> Any:
-    """The same random weights each time, so that a resumed job goes on with the same model."""
-    with torch.random.fork_rng(devices=[]):
+def _random_model(config: ModelConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """The same random weights each time on one kind of device, so that a resumed job has the same model.
+
+    Made where they belong: a CPU would take minutes for what a GPU draws in a second.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code

@@ -274,7 +274,9 @@ class TestRefusals:
             ({"determinism": Determinism.bitwise}, r"engine\.determinism=bitwise .*engine\.determinism=auto"),
             ({"reserve": 0.5}, r"engine\.reserve=0\.5 .*leave it at 1"),
             ({"longest_first": True}, r"engine\.longest_first=true .*leave it at null"),
-            ({"cuda_graphs": False}, r"engine\.cuda_graphs=false .*leave it at true"),
+            ({"timeline": True}, r"engine\.timeline=true .*leave it at false"),
+            ({"timeline_steps": 8}, r"engine\.timeline_steps=8 .*leave it at 40"),
+            ({"fused": False}, r"engine\.fused=false .*leave it at true"),
             ({"block_size": 2}, r"engine\.block_size=2 .*4 or more"),
         ],
     )
@@ -512,6 +514,23 @@ class TestEnds:
         got = list(stopped.generate(rows(12), lambda: len(asked) >= 3 or asked.append(1) is not None))
         assert len(got) < 12
         assert len(list(stopped.generate(rows(12)))) == 12
+
+    def test_a_session_keeps_its_manager(self) -> None:
+        kept = engine(llama(), max_num_seqs=4)
+        with kept.session():
+            manager = kept._batching
+            assert tokens(kept.generate(rows())) == greedy()
+            steps = kept.stats.num_steps
+            # What is dropped half-way does not turn up among the next one's rows.
+            early = kept.generate([request(20, [1], max_tokens=1), *rows(6, max_tokens=300, ignore_eos=True)])
+            next(early)
+            early.close()  # type: ignore[attr-defined]
+            assert tokens(kept.generate(rows())) == greedy()
+            assert kept.stats.num_steps > steps > 0 and kept._batching is manager
+            with pytest.raises(RuntimeError, match="has a session"), kept.session():
+                pass
+        assert kept._batching is None and kept.stats.num_steps == 0
+        assert tokens(kept.generate(rows())) == greedy()
 
     def test_no_requests_at_all(self) -> None:
         assert list(engine(llama()).generate([])) == []
