@@ -15,11 +15,11 @@ from pipeline.models.cpu_attention import plan_tensors
 from pipeline.models.load import LoadedModel
 
 
-class _WindowProbe:
-    """Attends to nothing and notes which window each layer asks for."""
+class _OptionsProbe:
+    """Attends to nothing and notes what each layer asks for."""
 
     def __init__(self) -> None:
-        self.window_of: dict[int, int | None] = {}
+        self.options_of: dict[int, AttentionOptions] = {}
 
     def attend(
         self,
@@ -29,18 +29,23 @@ class _WindowProbe:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        self.window_of[layer] = options.window
+        self.options_of[layer] = options
         return torch.zeros_like(query)
 
 
 @torch.inference_mode()
+def layer_options(loaded: LoadedModel) -> dict[int, AttentionOptions]:
+    """What each layer asks of its attention."""
+    probe = _OptionsProbe()
+    _forward(loaded, 16, probe)
+    return dict(sorted(probe.options_of.items()))
+
+
 def layers_by_window(loaded: LoadedModel) -> dict[int | None, tuple[int, ...]]:
     """Layers of each group, by sliding window (None: full attention), the full ones first."""
-    probe = _WindowProbe()
-    _forward(loaded, 16, probe)
-    windows = probe.window_of
+    windows = {layer: options.window for layer, options in layer_options(loaded).items()}
     return {
-        window: tuple(layer for layer, w in sorted(windows.items()) if w == window)
+        window: tuple(layer for layer, w in windows.items() if w == window)
         for window in sorted(set(windows.values()), key=lambda w: (w is not None, w))
     }
 
