@@ -80,6 +80,18 @@ class SamplingDefaults(str, Enum):
     none = "none"
 
 
+class AttentionKernel(str, Enum):
+    auto = "auto"
+    triton = "triton"
+    flash_attention_3 = "flash_attention_3"
+
+
+class Workload(str, Enum):
+    A = "A"
+    B = "B"
+    C = "C"
+
+
 class TopkDtype(str, Enum):
     float16 = "float16"
     float32 = "float32"
@@ -241,6 +253,12 @@ class EngineConfig:
     # Replay decode steps as CUDA graphs, and walk the layers of common models with fused kernels.
     cuda_graphs: bool = True
     fused: bool = True
+    # Whether models that are not fused go through torch.compile on a GPU. Null: where the model can be
+    # compiled as one graph; true insists. Never under bitwise: the compiler picks kernels by their speed.
+    compile: Optional[bool] = None
+    # What computes prompt chunks on a GPU. `auto`: FlashAttention-3 where a package of it is installed and
+    # a small call of it comes out right, else our own kernels in Triton; always those under bitwise.
+    attention_kernel: AttentionKernel = AttentionKernel.auto
     prefix_sharing: bool = True
     # Slots that must be free before waiting rows are let in, unless few rows run: a step with prompt
     # chunks costs more than one without. Null: 1 on the CPU, a sixteenth of max_num_seqs on a GPU.
@@ -250,6 +268,12 @@ class EngineConfig:
     # as many and yes on a GPU.
     lookahead: Optional[int] = None
     longest_first: Optional[bool] = None
+    # Record what host and device did in a window of timeline_steps steps, as <output.dir>/timeline/. The
+    # first timeline_after are left out: they compute whole prompts, and everything in them happens for
+    # the first time. The window shows whether later steps alternate evenly; a picture has room for few.
+    timeline: bool = False
+    timeline_steps: int = 40
+    timeline_after: int = 20
     # Share of a row's still possible tokens that admission sets memory aside for. At 1 no row is
     # ever preempted; below, more rows run at once and some may have to be recomputed.
     reserve: float = 1.0
@@ -270,17 +294,34 @@ class EngineConfig:
         _at_least("engine.num_blocks", self.num_blocks, 2)
         _at_least("engine.admission_batch", self.admission_batch, 1)
         _at_least("engine.lookahead", self.lookahead, 1)
+        _at_least("engine.timeline_steps", self.timeline_steps, 1)
+        _at_least("engine.timeline_after", self.timeline_after, 0)
         if not 0 <= self.reserve <= 1:
             raise ValueError(f"engine.reserve={self.reserve} is a share: use a number from 0 to 1")
+        if self.determinism is Determinism.bitwise:
+            if self.compile:
+                raise ValueError(
+                    "engine.compile=true is not to be had with engine.determinism=bitwise: leave it at null, "
+                    "or use engine.determinism=fast"
+                )
+            if self.attention_kernel is AttentionKernel.flash_attention_3:
+                raise ValueError(
+                    "engine.attention_kernel=flash_attention_3 is not to be had with "
+                    "engine.determinism=bitwise: leave it at auto, or use engine.determinism=fast"
+                )
 
 
 # Settings that only the native engine has a use for, with their defaults.
-_NATIVE_ONLY = {
+_NATIVE_ONLY: dict[str, Any] = {
+    "timeline": False,
+    "timeline_steps": 40,
+    "timeline_after": 20,
     "admission_batch": None,
     "lookahead": None,
     "longest_first": None,
-    "cuda_graphs": True,
     "fused": True,
+    "compile": None,
+    "attention_kernel": AttentionKernel.auto,
 }
 
 
@@ -289,11 +330,13 @@ class TransformersEngineConfig(EngineConfig):
     """transformers' own continuous batching: for models that the native engine cannot run, and to compare.
 
     Sizes mean what they mean there: block_size is its page, num_blocks the blocks of its cache.
-    mode=async needs a GPU; on the CPU it runs in step, whatever the mode.
+    mode=async needs a GPU; on the CPU it runs in step, whatever the mode. cuda_graphs are there with
+    flash attention; without it, transformers decides.
     """
 
     block_size: int = 256
-    # `auto`: on the CPU sdpa, or eager for a model that has none; on a GPU what transformers finds best.
+    # `auto`: on the CPU sdpa, or eager for a model that has none; on a GPU FlashAttention-3 if the package
+    # flash-attn-3 or fa3-fwd is there and the GPU has it, else what transformers finds best.
     attention: Attention = Attention.auto
 
     def __post_init__(self) -> None:
@@ -307,18 +350,28 @@ class TransformersEngineConfig(EngineConfig):
             ),
             ("reserve", self.reserve != 1.0, "it admits rows while blocks are free; leave it at 1"),
             *(
-                (name, getattr(self, name) != default, f"leave it at {'null' if default is None else 'true'}")
+                (
+                    name,
+                    getattr(self, name) != default,
+                    f"leave it at {_as_typed(default)}",
+                )
                 for name, default in _NATIVE_ONLY.items()
             ),
         )
         for name, wrong, remedy in refused:
             if wrong:
-                value = getattr(self, name)
-                value = value.value if isinstance(value, Enum) else str(value).lower()
+                value = _as_typed(getattr(self, name))
                 raise ValueError(
                     f"engine.{name}={value} is not to be had with engine=transformers: {remedy}, "
                     "or use engine=native"
                 )
+
+
+def _as_typed(value: Any) -> str:
+    """A value as the user writes it."""
+    if value is None:
+        return "null"
+    return str(value.value if isinstance(value, Enum) else value).lower()
 
 
 @dataclass
@@ -406,6 +459,27 @@ class ReportConfig:
 
 
 @dataclass
+class BenchConfig:
+    """A measurement of the engine instead of a job: no rows are read, no completions written.
+
+    Null for rows and new_tokens: as the workload has them.
+    """
+
+    # A: 32 rows, 128-token prompts, 8,192 new tokens. B: 512 new tokens. C: 1,024 rows of mixed lengths.
+    workload: Optional[Workload] = None
+    rows: Optional[int] = None
+    # New tokens of every row.
+    new_tokens: Optional[int] = None
+    # Timed runs, after one to warm up.
+    repetitions: int = 3
+
+    def __post_init__(self) -> None:
+        _at_least("bench.rows", self.rows, 1)
+        _at_least("bench.new_tokens", self.new_tokens, 1)
+        _at_least("bench.repetitions", self.repetitions, 1)
+
+
+@dataclass
 class JobConfig:
     """A whole job. `seed` feeds the sampling draws and the shuffle."""
 
@@ -417,6 +491,7 @@ class JobConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
     seed: int = 0
 
 

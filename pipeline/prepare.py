@@ -38,6 +38,7 @@ from pipeline.output.progress import JobDirectory, Remaining
 from pipeline.output.schema import carried_columns
 from pipeline.output.writer import OutputWriter
 from pipeline.prompts.prompts import PromptBuilder, longest_prompt
+from pipeline.report.start_up import StartUp
 from pipeline.report.summary import ResolvedValue
 from pipeline.request import FinishReason, Refusal, Request, RowError, SamplingParams
 from pipeline.sampling import RowSampling, resolve_sampling
@@ -77,18 +78,21 @@ class PreparedJob:
             rows, self._params, self.remaining.samples, self._verdict, self._row_sampling
         )
 
-    def load_engine(self) -> Engine | TransformersEngine:
+    def load_engine(self, start_up: StartUp) -> Engine | TransformersEngine:
+        """The engine, ready for its first step. start_up: told when the model is there, and the engine."""
         output, engine = self.config.output, self.config.engine
         if isinstance(engine, TransformersEngineConfig):
             loaded = load_for_transformers(self.config.model, engine, self._tokenizer, self._inspected)
-            return TransformersEngine(loaded, engine, sampling=self._params)
-        return Engine(
-            load_model(self.config.model, self._tokenizer, self._inspected),
-            engine,
-            seed=self.config.seed,
-            logprobs=output.logprobs,
-            num_topk=output.topk,
-        )
+            start_up.finished("model")
+            made: Engine | TransformersEngine = TransformersEngine(loaded, engine, sampling=self._params)
+        else:
+            loaded = load_model(self.config.model, self._tokenizer, self._inspected)
+            start_up.finished("model")
+            made = Engine(
+                loaded, engine, seed=self.config.seed, logprobs=output.logprobs, num_topk=output.topk
+            )
+        start_up.finished("engine")
+        return made
 
     def writer(self, worker: str, started: float) -> OutputWriter:
         return self.directory.writer(

@@ -22,6 +22,7 @@ from pipeline import schema_store
 from pipeline.config import JobConfig
 from pipeline.failures import PastHydra, check_keys, explain, wants_tracebacks
 from pipeline.masking import mask
+from pipeline.report.start_up import StartUp
 
 schema_store.register()
 
@@ -76,9 +77,16 @@ def _task(config: DictConfig) -> None:
         assert isinstance(job, JobConfig)
         _keep_record(config)
         # Imported here: --help, tab completion and a mistyped key need none of the engine's imports.
+        if job.bench.workload is not None:
+            from pipeline.bench.benchmark import run_benchmark
+
+            run_benchmark(job)
+            return
+        start_up = StartUp()
         from pipeline.job import run_job
 
-        outcome = run_job(job, schema_store.worker_name())
+        start_up.finished("imports")
+        outcome = run_job(job, schema_store.worker_name(), start_up)
         if outcome.exit_code:
             sys.exit(outcome.exit_code)
     except Exception as error:

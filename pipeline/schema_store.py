@@ -13,6 +13,7 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from pipeline.bench.sizes import engine_size
 from pipeline.config import (
     ArrowSource,
     HFSource,
@@ -43,6 +44,7 @@ def register() -> None:
         store.store(name=name, node=node)
     OmegaConf.register_new_resolver("assets", asset_path, replace=True)
     OmegaConf.register_new_resolver("worker", worker_name, replace=True)
+    OmegaConf.register_new_resolver("bench_size", engine_size, replace=True)
     OmegaConf.register_new_resolver("absolute", os.path.abspath, replace=True)
 
 

@@ -14,6 +14,17 @@ import pytest
 from pipeline.config import JobConfig
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--large", action="store_true", help="run the tests marked `large` too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--large"):
+        for item in items:
+            if item.get_closest_marker("large"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: run it with --large"))
+
+
 @dataclass(frozen=True)
 class CommandResult:
     """How a command ended, and the jobs it would have run."""
@@ -45,7 +56,7 @@ def command(
         jobs: list[JobConfig] = []
         fake = types.ModuleType("pipeline.job")
 
-        def run_job(config: JobConfig, worker: str) -> types.SimpleNamespace:
+        def run_job(config: JobConfig, worker: str, start_up: object) -> types.SimpleNamespace:
             (job or jobs.append)(config)
             return types.SimpleNamespace(exit_code=0)
 

@@ -28,6 +28,7 @@ from transformers import (
 import pipeline.config
 from pipeline.config import EngineConfig
 from pipeline.engine import Completion, Engine, Request, RowKey, SamplingParams
+from pipeline.engine.sampling_inputs import Draws
 from pipeline.models.load import LoadedModel, stop_ids, wrap_model
 
 SHIPPED = Path(pipeline.config.__file__).parent / "assets" / "tiny-model"
@@ -233,3 +234,13 @@ def letter_tokenizer() -> PieceTokenizer:
     halves = [b"\xc3", b"\xa9", b"\xe2\x82", b"\xac"]
     words = [b" " + p for p in pairs]
     return PieceTokenizer((letters + pairs + halves + words)[:VOCABULARY])
+
+
+class FixedDraws(Draws):
+    """Numbers of a test's own in place of random ones."""
+
+    def __init__(self, uniform: np.ndarray) -> None:
+        count = len(uniform)
+        super().__init__(np.zeros((count, 2), np.uint32), np.zeros(count, np.int64))
+        # Where the cached property looks first.
+        vars(self)["uniform"] = uniform

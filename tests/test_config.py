@@ -22,8 +22,8 @@ from pipeline.failures import known_keys
 from pipeline.run import conf_dir
 
 RECIPES = sorted(path.stem for path in (conf_dir() / "conf").glob("*.yaml"))
-# What a recipe leaves to its user.
-OWN = {"generate": ["source.path=in.parquet", "model.path=m"]}
+# What a recipe leaves to its user. Without a workload there is no benchmark, but a job that is replaced here.
+OWN = {"generate": ["source.path=in.parquet", "model.path=m"], "bench": ["bench.workload=null"]}
 
 
 def choices(group: str) -> list[str]:
@@ -66,7 +66,8 @@ def test_every_choice_of_every_group_makes_a_valid_job(command, group, choice):
 )
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_any_recipe_takes_any_kind_of_source(command, recipe, kind, cls):
-    result = command(f"conf={recipe}", f"source={kind}", "source.path=some/where", "model.path=m")
+    chosen = [f"source={kind}", "source.path=some/where", "model.path=m"]
+    result = command(f"conf={recipe}", *OWN.get(recipe, []), *chosen)
     assert (result.code, result.err) == (0, "")
     assert type(result.jobs[0].source) is cls
     assert result.jobs[0].source.path == "some/where"
@@ -179,7 +180,13 @@ def test_each_worker_of_an_array_has_its_own_folder(command, tmp_path, monkeypat
 
 def test_help_tells_a_newcomer_what_to_type(command):
     text = command("--help").out
-    for words in ("conf: demo", "source.path", "output.dir", "conf=synth_data", "status|verify|finalize"):
+    for words in (
+        "conf: bench, demo",
+        "source.path",
+        "output.dir",
+        "conf=synth_data",
+        "status|verify|finalize",
+    ):
         assert words in text
     assert "_source" not in text  # schemas are no choices
     assert "Powered by" not in text

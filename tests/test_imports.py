@@ -20,16 +20,18 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "assets" not in path.pa
 ARROWS = {
     "config": set(),
     "request": set(),
+    "timeline": set(),
     "durable": set(),
     "input": {"config", "request", "durable"},
     "prompts": {"config", "request", "input"},
     "output": {"config", "request", "durable", "input"},
     "cluster": {"config", "request"},
     # What status says is read from the journals.
-    "report": {"config", "request", "output"},
+    "report": {"config", "request", "timeline", "output"},
     "kernels": {"config", "request"},
     "models": {"config", "request", "kernels"},
-    "engine": {"config", "request", "models", "kernels"},
+    "engine": {"config", "request", "timeline", "models", "kernels"},
+    "bench": {"config", "request", "models", "engine", "report"},
     "sampling": {"config", "request", "input", "report"},
     "prepare": {"config", "request", "input", "prompts", "output", "engine", "models", "report", "sampling"},
     "job": {"config", "request", "prompts", "output", "engine", "cluster", "report", "prepare"},
@@ -44,6 +46,7 @@ FORBIDDEN = {
     "engine": {"hydra", "omegaconf", "datasets", "pyarrow"},
     "models": {"hydra", "omegaconf", "datasets", "pyarrow"},
     "kernels": {"hydra", "omegaconf", "datasets", "pyarrow", "transformers"},
+    "bench": {"hydra", "omegaconf", "datasets", "pyarrow"},
     "config": {"torch", "hydra", "omegaconf", "numpy"},
     "request": {"torch", "hydra", "omegaconf"},
     "job": {"hydra", "omegaconf"},
@@ -53,6 +56,7 @@ FORBIDDEN = {
     "engine/sequence.py": {"torch", "transformers"},
     "engine/block_manager.py": {"torch", "transformers"},
     "input/parquet.py": {"datasets"},
+    "bench/sizes.py": {"torch", "transformers"},
 }
 
 

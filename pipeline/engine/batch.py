@@ -31,12 +31,16 @@ class GroupInputs:
 class StepInputs:
     """One step. Rows follow each other in the flat token arrays.
 
+    slots int32, epochs int64, num_blocks int32 [R]: each row's sequence slot, the slot's epoch, its blocks.
     input_ids, positions: int64 [T]. carry_tokens, carry_slots: int64 [C], flat tokens whose id is
     the last one sampled for that sequence slot, still on the device. starts, query_lens: int32 [R].
     groups: by the layer group's sliding window. logits_index: int64 [N], the flat token each sampled
     row ends at.
     """
 
+    slots: np.ndarray
+    epochs: np.ndarray
+    num_blocks: np.ndarray
     input_ids: np.ndarray
     positions: np.ndarray
     carry_tokens: np.ndarray
@@ -60,9 +64,13 @@ def build_inputs(schedule: Schedule, table: SequenceTable, blocks: BlockTables) 
     positions = starts[row_of_token] + np.arange(ends[-1]) - np.repeat(ends - lens, lens)
     token_slots = slots[row_of_token]
     carried = np.flatnonzero(schedule.carried)
-    held = int(blocks.num_blocks[slots].max())
+    num_blocks = blocks.num_blocks[slots]
+    held = int(num_blocks.max())
     entry, offset = positions // blocks.block_size, positions % blocks.block_size
     return StepInputs(
+        slots=slots,
+        epochs=schedule.epochs,
+        num_blocks=num_blocks,
         input_ids=table.tokens[token_slots, positions].astype(np.int64),
         positions=positions.astype(np.int64),
         carry_tokens=(ends - 1)[carried].astype(np.int64),

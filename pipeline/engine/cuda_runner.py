@@ -1,29 +1,41 @@
 """Runs steps of the model on a GPU: eagerly, or by replaying a CUDA graph captured beforehand.
 
-A step of decoding rows only is padded to one of a few sizes and replayed: inputs, forward, greedy
-or plain draw, and the carry-over of the sampled ids are all inside the graph. Rows that ask for
-more (filters, penalties, log-probabilities) leave the graph at the logits and go through the
-sampler. Steps with prompt chunks run without a graph. Knows device tensors and graphs; refuses to
-know streams, which `cuda_slots.py` sets, and sequences.
+A step of decoding rows only is padded to one of a few sizes and replayed: its inputs, which the device
+makes from what it knows of every sequence slot, the forward, the choice of ids with everything recorded
+beside them, and the carry-over are all inside the graph. Rows whose logits the host must edit (penalties,
+bias, bad words) leave the graph at the logits. Steps with prompt chunks run without a graph, from inputs
+that the host sends. Knows device tensors and graphs; refuses to know streams, which `cuda_slots.py` sets,
+and sequences.
 
 Shapes: T = tokens, R = rows, N = sampled rows, S = sequence slots, V = vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 
 from pipeline.engine.batch import StepInputs
+from pipeline.engine.cuda_sampler import CudaSampler, RowParameters
 from pipeline.engine.kv_cache import KVCache
-from pipeline.engine.sampler import Sampled, Sampler
+from pipeline.engine.sampler import Sampled
 from pipeline.engine.sampling_inputs import SamplingInputs
+from pipeline.engine.slot_state import HEADER_WORDS, StateChanges, words_per_slot
 from pipeline.engine.step_buffers import StepLayout, layout_of
+from pipeline.engine.step_outputs import OutputLayout, output_layout
+from pipeline.kernels.decode_inputs import (
+    DecodeInputs,
+    SlotState,
+    allocate_decode_inputs,
+    make_decode_inputs,
+)
 from pipeline.kernels.decode_plan import DecodeWorkspace, allocate_workspace
-from pipeline.models.cuda_attention import CudaAttentionContext, CudaGroup
+from pipeline.models.cuda_attention import CudaAttentionContext, CudaGroup, PromptKernel
 from pipeline.models.forward import Forward
 from pipeline.models.load import LoadedModel
 
@@ -31,19 +43,10 @@ Views = dict[str, torch.Tensor]
 
 
 class StepEnd(Enum):
-    """Where a graph ends: with the likeliest ids, with drawn ones, or at the logits."""
+    """Where a graph ends: with the sampled ids, or at the logits."""
 
-    GREEDY = "greedy"
-    DRAWN = "drawn"
+    SAMPLED = "sampled"
     LOGITS = "logits"
-
-
-@dataclass
-class CapturedStep:
-    """A graph, and where it leaves its result: ids int64 [R], or logits [R, V]."""
-
-    graph: torch.cuda.CUDAGraph
-    result: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -60,30 +63,42 @@ class StepShape:
 class CudaRunner:
     """model, cache and sampler of one GPU.
 
-    last_ids: int64 [S + 1], the id last sampled for each sequence slot; the last entry takes what
-    padding samples.
+    invariant_sizes: under bitwise determinism, the token and row counts that steps are padded to, ascending;
+    None pads nothing but replayed steps. prompt_kernels: what computes prompt chunks, by sliding window.
     """
 
     loaded: LoadedModel
     cache: KVCache
-    sampler: Sampler
+    sampler: CudaSampler
     forward: Forward
     windows: tuple[int | None, ...]
     blocks_per_row: int
     num_slots: int
     graph_sizes: tuple[int, ...]
-    last_ids: torch.Tensor = field(init=False)
+    invariant_sizes: tuple[int, ...] | None = None
+    prompt_kernels: Mapping[int | None, PromptKernel] = field(default_factory=dict)
+    state: SlotState = field(init=False)
+    inputs: DecodeInputs = field(init=False)
+    output: torch.Tensor = field(init=False)
     workspaces: dict[int | None, DecodeWorkspace] = field(init=False)
-    graphs: dict[tuple[int, int, StepEnd], CapturedStep] = field(default_factory=dict)
+    graphs: dict[tuple[int, StepEnd], torch.cuda.CUDAGraph] = field(default_factory=dict)
     _pool: Any = None
-    _logits_of: dict[int, torch.Tensor] = field(default_factory=dict)
+    _logits_buffer: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         a, device = self.loaded.architecture, self.loaded.device
-        self.last_ids = torch.zeros(self.num_slots + 1, dtype=torch.int64, device=device)
+        rows = max(self.num_slots, *self.graph_sizes, *(self.invariant_sizes or ()), 1)
+        num_words = words_per_slot(len(self.windows), self.blocks_per_row)
+        self.state = SlotState(
+            torch.zeros((self.num_slots + 1, num_words), dtype=torch.int32, device=device),
+            torch.zeros(self.num_slots + 1, dtype=torch.int64, device=device),
+            torch.full((rows,), self.num_slots, dtype=torch.int32, device=device),
+        )
+        self.inputs = allocate_decode_inputs(rows, len(self.windows), self.blocks_per_row, device)
+        self.output = torch.zeros(self.output_layout(rows).num_words, dtype=torch.int32, device=device)
         self.workspaces = {
             window: allocate_workspace(
-                max(self.num_slots, *self.graph_sizes, 1),
+                rows,
                 a.num_heads,
                 a.num_kv_heads,
                 a.head_dim,
@@ -96,141 +111,247 @@ class CudaRunner:
             for window in self.windows
         }
 
+    def output_layout(self, num_rows: int) -> OutputLayout:
+        return output_layout(num_rows, self.sampler.records, self.sampler.num_topk)
+
     def shape_of(self, inputs: StepInputs) -> StepShape:
-        """How a step will run; its layout says how its inputs must lie."""
+        """How a step will run; its layout says how its inputs must lie if the host sends them."""
         rows, sampled = len(inputs.starts), len(inputs.logits_index)
         decode = int((inputs.query_lens == 1).argmin()) if (inputs.query_lens > 1).any() else rows
+        end = StepEnd.LOGITS if needs_logits(inputs.sampling) else StepEnd.SAMPLED
         padded = None
         if decode == rows and sampled == rows:
             padded = next((size for size in self.graph_sizes if size >= rows), None)
-        size = (inputs.num_tokens, rows, sampled) if padded is None else (padded, padded, padded)
-        layout = layout_of(*size, self.blocks_per_row, self.windows)
-        return StepShape(layout, decode if padded is None else padded, padded, self._end(inputs.sampling))
+        tokens = inputs.num_tokens
+        if self.invariant_sizes is not None:
+            # A row's bits must not depend on what runs beside it: attention too takes one way for all rows.
+            decode, tokens, sampled = 0, self._invariant(tokens), self._invariant(max(sampled, 1))
+        layout = layout_of(tokens, rows, sampled, self.blocks_per_row, self.windows)
+        return StepShape(layout, decode, padded, end)
 
-    def _end(self, sampling: SamplingInputs) -> StepEnd:
-        if self.sampler.records or not _is_plain(sampling):
-            return StepEnd.LOGITS
-        return StepEnd.DRAWN if (sampling.temperature > 0).any() else StepEnd.GREEDY
+    def _invariant(self, count: int) -> int:
+        assert self.invariant_sizes is not None
+        return next(size for size in self.invariant_sizes if size >= count)
 
-    def run(self, number: int, shape: StepShape, views: Views, inputs: StepInputs) -> Sampled:
-        """Compute a step whose inputs lie in `views`, on the current stream. number: of the batch slot."""
-        if shape.padded is not None:
-            captured = self.graphs[(number, shape.padded, shape.end)]
-            captured.graph.replay()
-            result = captured.result[: len(inputs.logits_index)]
-            return self._sample(result, views, inputs) if shape.end is StepEnd.LOGITS else Sampled(result)
-        logits = self._logits(views, shape.num_decode)
-        if not len(inputs.logits_index):
-            return Sampled(torch.empty(0, dtype=torch.int64, device=self.loaded.device))
-        return self._sample(logits, views, inputs)
+    # ---------------------------------------------------------------- steps that the host sends
 
-    def _sample(self, logits: torch.Tensor, views: Views, inputs: StepInputs) -> Sampled:
-        count = len(inputs.logits_index)
-        last = views["input_ids"][views["logits_index"][:count]]
-        sampled = self.sampler(logits, inputs.sampling, last)
-        self.last_ids[views["sample_slots"][:count]] = sampled.ids
-        return sampled
-
-    def _logits(self, views: Views, num_decode: int) -> torch.Tensor:
-        """Carry-over, then the forward of one step: logits [N, V]."""
-        carried = views["carry_slots"]
-        ids = views["input_ids"]
-        ids.copy_(torch.where(carried >= 0, self.last_ids[carried.clamp(min=0)], ids))
-        context = self._context(views, num_decode)
-        context.plan()
+    def run(self, shape: StepShape, views: Views, inputs: StepInputs) -> OutputLayout | None:
+        """Compute a step whose inputs lie in `views`, on the current stream; None if nothing is sampled."""
+        carried, ids = views["carry_slots"], views["input_ids"]
+        ids.copy_(torch.where(carried >= 0, self.state.last_ids[carried.clamp(min=0)], ids))
+        self.state.words[:, 0].index_copy_(0, views["slots"], views["next_positions"])
         wanted = views["logits_index"]
+        count = len(inputs.logits_index)
+        logits = self._logits(ids, views["positions"], self._context(views, shape.num_decode), wanted)
+        if not count:
+            return None
+        parameters = RowParameters(*(views[name][:count] for name in RowParameters._fields))
+        sampled = self._sample(logits[:count], parameters, ids[wanted[:count]], inputs)
+        return self._put(sampled, views["sample_slots"][:count])
+
+    def _sample(
+        self, logits: torch.Tensor, parameters: RowParameters, last_ids: torch.Tensor, inputs: StepInputs
+    ) -> Sampled:
+        if needs_logits(inputs.sampling):
+            return self.sampler.edited(logits, parameters, inputs.sampling, last_ids)
+        return self.sampler(logits, parameters)
+
+    def _put(self, sampled: Sampled, sample_slots: torch.Tensor) -> OutputLayout:
+        """Keep the ids for the next step, and all of the result where the host will fetch it."""
+        self.state.last_ids.index_copy_(0, sample_slots, sampled.ids)
+        layout = self.output_layout(len(sampled.ids))
+        layout.write(self.output, sampled)
+        return layout
+
+    def _logits(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: CudaAttentionContext,
+        wanted: torch.Tensor,
+    ) -> torch.Tensor:
+        """The forward of one step: logits [N, V] in the model's type; of one row if none is wanted."""
+        context.plan()
         if not len(wanted):
             wanted = torch.zeros(1, dtype=torch.int64, device=ids.device)
-        logits = self.forward(ids, views["positions"], context, wanted).float()
-        if logits.shape[1] > self.loaded.vocab_size:
-            logits[:, self.loaded.vocab_size :] = -torch.inf
-        return logits
+        return self.forward(ids, positions, context, wanted)
 
     def _context(self, views: Views, num_decode: int) -> CudaAttentionContext:
+        groups = {
+            window: CudaGroup(views[f"slot_mapping{i}"], views[f"block_tables{i}"], self.workspaces[window])
+            for i, window in enumerate(self.windows)
+        }
         return CudaAttentionContext(
             self.cache.keys,
             self.cache.values,
-            {
-                window: CudaGroup(
-                    views[f"slot_mapping{i}"], views[f"block_tables{i}"], self.workspaces[window]
-                )
-                for i, window in enumerate(self.windows)
-            },
+            groups,
             num_decode,
             views["context_lens"],
             views["query_start_loc"],
             views["starts"],
+            self.prompt_kernels,
         )
 
-    # ---------------------------------------------------------------- graphs
-
-    def capture(self, number: int, buffer: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Capture every size for one batch slot's device buffer, the largest first: one pool serves all."""
-        for size in sorted(self.graph_sizes, reverse=True):
-            for end in (StepEnd.DRAWN, StepEnd.GREEDY):
-                self.capture_one(number, size, end, buffer, stream)
+    # ---------------------------------------------------------------- steps to measure and to try
 
     @torch.inference_mode()
-    def capture_one(
-        self, number: int, size: int, end: StepEnd, buffer: torch.Tensor, stream: torch.cuda.Stream
-    ) -> None:
-        """Capture one step. Nothing else may run on the device: the buffer is overwritten with padding."""
-        layout = layout_of(size, size, size, self.blocks_per_row, self.windows)
-        views = layout.tensors(buffer)
+    def run_prompts(self, num_tokens: int, num_sampled: int) -> None:
+        """A step of long prompts whose keys and values go nowhere, with so many rows sampled."""
+        longest = self.blocks_per_row * self.cache.block_size
+        num_rows = -(-num_tokens // longest)
+        views = self._zero_views(num_tokens, num_rows, num_sampled)
+        for i in range(len(self.windows)):
+            views[f"slot_mapping{i}"].fill_(-1)
+        ends = [min(row * longest, num_tokens) for row in range(num_rows + 1)]
+        views["query_start_loc"].copy_(torch.tensor(ends))
+        logits = self._logits(
+            views["input_ids"], views["positions"], self._context(views, 0), views["logits_index"]
+        )
+        self.sampler(logits, RowParameters(*(views[name] for name in RowParameters._fields)))
+
+    @torch.inference_mode()
+    def logits_of_equal_rows(self, num_rows: int, most_sampled: int) -> torch.Tensor:
+        """A step of so many equal rows of one token each, all through the prompts' attention kernel.
+
+        Logits [N, V] of the first rows, N at most most_sampled. Overwrites the first block.
+        """
+        views = self._zero_views(num_rows, num_rows, min(num_rows, most_sampled))
+        device = views["input_ids"].device
+        for i in range(len(self.windows)):
+            views[f"slot_mapping{i}"].fill_(self.cache.block_size)
+            views[f"block_tables{i}"].fill_(1)
+        views["context_lens"].fill_(1)
+        views["query_start_loc"].copy_(torch.arange(num_rows + 1, device=device))
+        views["logits_index"].copy_(torch.arange(len(views["logits_index"]), device=device))
+        return self._logits(
+            views["input_ids"], views["positions"], self._context(views, 0), views["logits_index"]
+        )
+
+    def _zero_views(self, num_tokens: int, num_rows: int, num_sampled: int) -> Views:
+        layout = layout_of(num_tokens, num_rows, num_sampled, self.blocks_per_row, self.windows)
+        return layout.tensors(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.loaded.device))
+
+    # ---------------------------------------------------------------- steps that the device makes
+
+    def apply(self, changes: StateChanges, sent: torch.Tensor) -> None:
+        """Take in what the host sent of a decode step: int32, as `pack` in cuda_slots laid it."""
+        begin = 0
+        if changes.rows is not None:
+            begin = len(changes.rows)
+            self.state.rows[:begin].copy_(sent[:begin])
+        if len(changes.slots):
+            stop = begin + len(changes.slots)
+            words = sent[stop : stop + changes.words.size].view(changes.words.shape)
+            self.state.words.index_copy_(0, sent[begin:stop].long(), words)
+            begin = stop + changes.words.size
+        if len(changes.places):
+            stop = begin + len(changes.places)
+            self.state.words.view(-1).index_copy_(
+                0, sent[begin:stop].long(), sent[stop : stop + stop - begin]
+            )
+
+    def replay(self, shape: StepShape, inputs: StepInputs) -> OutputLayout:
+        """Compute a step of decoding rows of the slots in state.rows, on the current stream."""
+        assert shape.padded is not None
+        self.graphs[(shape.padded, shape.end)].replay()
+        if shape.end is StepEnd.SAMPLED:
+            return self.output_layout(shape.padded)
+        assert self._logits_buffer is not None
+        rows = self.inputs.first(len(inputs.slots))
+        logits = self._logits_buffer[: len(inputs.slots)]
+        return self._put(self._sample(logits, _parameters(rows), rows.input_ids, inputs), rows.sample_slots)
+
+    def release(self) -> None:
+        """Let go of the step function and of all graphs, so that their memory is free for new ones."""
+
+        def gone(*_: object) -> torch.Tensor:
+            raise AssertionError("the runner has no step function at the moment")
+
+        self.graphs.clear()
+        self._pool = None
+        self.forward = gone
+
+    def capture(self, stream: torch.cuda.Stream) -> None:
+        """Capture every size, the largest first: one pool serves all."""
+        for size in sorted(self.graph_sizes, reverse=True):
+            self.capture_one(size, StepEnd.SAMPLED, stream)
+
+    @torch.inference_mode()
+    def capture_one(self, size: int, end: StepEnd, stream: torch.cuda.Stream) -> None:
+        """Capture one step. Nothing else may run on the device. What the host sent before is kept."""
+        rows = self.state.rows.clone()
         with torch.cuda.stream(stream):
-            _fill_with_padding(views, self.num_slots)
+            self.state.rows.fill_(self.num_slots)
             # Once without capture: kernels are compiled and libraries make their handles now.
-            self._decode(number, views, end)
+            self._decode(size, end)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            result = self._decode(number, views, end)
+            self._decode(size, end)
         self._pool = graph.pool()
-        self.graphs[(number, size, end)] = CapturedStep(graph, result)
+        self.graphs[(size, end)] = graph
+        with torch.cuda.stream(stream):
+            self.state.rows.copy_(rows)
+        stream.synchronize()
 
-    def _decode(self, number: int, views: Views, end: StepEnd) -> torch.Tensor:
-        """All of a plain decode step: ids [R]; or, up to the sampler, logits [R, V]."""
-        logits = self._logits(views, len(views["context_lens"]))
+    def _decode(self, size: int, end: StepEnd) -> None:
+        """All of a decode step of the slots state.rows[:size]; results go where `replay` finds them."""
+        inputs = self.inputs.first(size)
+        make_decode_inputs(self.state, inputs, self.cache.block_size, HEADER_WORDS)
+        logits = self._logits(
+            inputs.input_ids,
+            inputs.positions,
+            self._decode_context(inputs),
+            torch.arange(size, device=inputs.input_ids.device),
+        )
         if end is StepEnd.LOGITS:
-            # One buffer for all sizes: each graph's own would be kept as long as the graph.
-            return self._kept_logits(number, logits)[: len(logits)].copy_(logits)
-        ids = logits.argmax(dim=-1)
-        if end is StepEnd.DRAWN:
-            ids = torch.where(views["temperature"] > 0, _draw_plain(logits, views), ids)
-        self.last_ids.index_copy_(0, views["sample_slots"], ids)
-        return ids
+            self._logits_kept(logits)[:size].copy_(logits)
+        else:
+            self._put(self.sampler(logits, _parameters(inputs)), inputs.sample_slots)
 
-    def _kept_logits(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        if number not in self._logits_of:
-            rows = max(self.graph_sizes)
-            self._logits_of[number] = torch.empty((rows, like.shape[1]), dtype=like.dtype, device=like.device)
-        return self._logits_of[number]
+    def _decode_context(self, inputs: DecodeInputs) -> CudaAttentionContext:
+        groups = {
+            window: CudaGroup(inputs.slot_mapping[i], inputs.block_tables[i], self.workspaces[window])
+            for i, window in enumerate(self.windows)
+        }
+        return CudaAttentionContext(
+            self.cache.keys,
+            self.cache.values,
+            groups,
+            len(inputs.input_ids) if self.invariant_sizes is None else 0,
+            inputs.context_lens,
+            inputs.query_start_loc,
+            inputs.starts,
+        )
+
+    def _logits_kept(self, like: torch.Tensor) -> torch.Tensor:
+        """One buffer for all sizes: each graph's own would be kept as long as the graph."""
+        if self._logits_buffer is None:
+            shape = (max(self.graph_sizes), like.shape[1])
+            self._logits_buffer = torch.empty(shape, dtype=like.dtype, device=like.device)
+        return self._logits_buffer
 
 
-def _draw_plain(logits: torch.Tensor, views: Views) -> torch.Tensor:
-    """The sampler's draw without filters: ids [N]. Greedy rows give any id."""
-    temperature = views["temperature"].clamp(min=1e-30)
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
-    cumulative = scaled.exp().cumsum(dim=-1, dtype=torch.float64)
-    threshold = views["uniform"][:, None] * cumulative[:, -1:]
-    ids = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
-    return ids.clamp(max=logits.shape[1] - 1)
+def _parameters(inputs: DecodeInputs) -> RowParameters:
+    return RowParameters(*(getattr(inputs, name) for name in RowParameters._fields))
 
 
-def _is_plain(sampling: SamplingInputs) -> bool:
-    """Whether every row is greedy or draws from the whole distribution, and nothing edits its logits."""
+def needs_logits(sampling: SamplingInputs) -> bool:
+    """Whether the host edits some row's logits before the choice."""
     return (
-        sampling.history is None
-        and sampling.bias is None
-        and sampling.bad_words is None
-        and not len(sampling.forbidden)
-        and not (sampling.top_k > 0).any()
-        and not (sampling.top_p < 1).any()
-        and not (sampling.min_p > 0).any()
+        sampling.history is not None
+        or sampling.bias is not None
+        or sampling.bad_words is not None
+        or len(sampling.forbidden) > 0
     )
 
 
-def _fill_with_padding(views: Views, scratch_slot: int) -> None:
-    for name, view in views.items():
-        view.fill_(-1 if name.startswith("slot_mapping") or name == "carry_slots" else 0)
-    views["sample_slots"].fill_(scratch_slot)
+def pack(changes: StateChanges, buffer: np.ndarray) -> int:
+    """Lay what a decode step sends into int32 `buffer`, as `CudaRunner.apply` reads it; how many words."""
+    pieces = [] if changes.rows is None else [changes.rows]
+    pieces += [changes.slots, changes.words.reshape(-1), changes.places, changes.blocks]
+    end = 0
+    for piece in pieces:
+        buffer[end : end + len(piece)] = piece
+        end += len(piece)
+    return end

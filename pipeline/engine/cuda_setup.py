@@ -1,28 +1,32 @@
 """Everything a GPU needs before the first step: how much KV memory there is, kernels, graphs.
 
-KV memory is what remains of `engine.gpu_memory_utilization` after the weights and after the largest
-step's activations, which are measured by running one. Knows memory and sizes; refuses to know
-sequences.
+KV memory is what remains of `engine.gpu_memory_utilization` after the weights, after the largest step's
+activations and after the largest graph, all measured by running one. Knows memory and sizes; refuses to
+know sequences.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from pipeline.config import EngineConfig
-from pipeline.engine.cuda_runner import CudaRunner
+from pipeline.engine.cuda_runner import CudaRunner, StepEnd
+from pipeline.engine.cuda_sampler import CudaSampler
 from pipeline.engine.cuda_slots import CudaSlots
+from pipeline.engine.invariant_sizes import CANDIDATE_SIZES, find_invariant_sizes
 from pipeline.engine.kv_cache import KVCache, KVShape
-from pipeline.engine.sampler import Sampler
 from pipeline.engine.step_buffers import layout_of
+from pipeline.models.attention_kernel import choose_prompt_kernels
+from pipeline.models.cuda_attention import PromptKernel
 from pipeline.models.forward import Forward, make_forward
 from pipeline.models.load import LoadedModel
 
-# Graphs keep their kernels' arguments and a pool of activations; libraries keep workspaces.
-_GRAPH_RESERVE = 2 * 2**30
+# What libraries and the driver come to take later: workspaces, kernels that were not loaded yet.
+_RESERVE = 2**30
 # A row of padding costs nothing in attention and little in the products: large sizes may be far apart.
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, *range(320, 1025, 64))
 
@@ -35,32 +39,72 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Measured:
-    """A model ready to run on its GPU: its step function, and GiB left for the KV cache."""
+    """A model ready to run on its GPU.
+
+    forward: its step function. prompt_kernels: what computes prompt chunks, by sliding window. about: both,
+    in words. kv_gigabytes: what is left for the KV cache.
+    """
 
     forward: Forward
+    prompt_kernels: Mapping[int | None, PromptKernel]
+    about: str
     kv_gigabytes: float
 
 
-def measure(loaded: LoadedModel, config: EngineConfig) -> Measured:
-    """Fuse the model's layers and run its largest steps. ValueError if they leave no KV memory."""
+def measure(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    shape: KVShape,
+    windows: Mapping[int | None, tuple[int, ...]],
+    sampler: CudaSampler,
+    bitwise: bool,
+) -> Measured:
+    """Fuse or compile the model's layers and run its largest steps. ValueError if they leave no KV memory."""
     device = loaded.device
-    forward, _ = make_forward(loaded.model, config.fused)
+    choice = choose_prompt_kernels(loaded, config.attention_kernel, config.block_size, bitwise)
+    compiled = False if bitwise else config.compile
+    forward, layers = make_forward(loaded, config.fused, compiled, config.block_size, choice.kernels)
+    about = f"layers {layers}; prompts' attention {choice.words}"
+    logging.getLogger(__name__).info(about)
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_allocated(device)
-    # Graphs take their memory from a pool of their own, so both steps' activations are there at once.
-    prefill = _peak_of(lambda: _run_prefill(loaded, config), device)
-    decode = _peak_of(lambda: _draw_full_batch(loaded, config), device)
+    cache = _two_blocks(shape, windows, config, device)
+    runner = _runner(loaded, config, forward, cache, windows, sampler, choice.kernels)
+    steps = _largest_steps(runner, config)
+    del cache, runner
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(total * config.gpu_memory_utilization) - (total - free)
-    left = allowed - int((prefill + decode) * 1.1) - _GRAPH_RESERVE
+    left = allowed - int(steps * 1.1) - _RESERVE
     if left <= 0:
         raise ValueError(
             f"engine.gpu_memory_utilization={config.gpu_memory_utilization} leaves no KV memory: weights "
-            f"take {weights / 2**30:.1f} GiB and the largest steps {(prefill + decode) / 2**30:.1f} of "
+            f"take {weights / 2**30:.1f} GiB and the largest steps {steps / 2**30:.1f} of "
             f"{total / 2**30:.1f}; raise it, or lower engine.max_num_batched_tokens or engine.max_num_seqs"
         )
-    return Measured(forward, left / 2**30)
+    return Measured(forward, choice.kernels, about, left / 2**30)
+
+
+def _two_blocks(
+    shape: KVShape,
+    windows: Mapping[int | None, tuple[int, ...]],
+    config: EngineConfig,
+    device: torch.device,
+) -> KVCache:
+    """A cache that holds nothing, for steps that are only measured."""
+    layers = [layer for group in windows.values() for layer in group]
+    return KVCache(shape, dict.fromkeys(layers, 2), config.block_size, device)
+
+
+def _largest_steps(runner: CudaRunner, config: EngineConfig) -> int:
+    """Bytes that the largest step with prompts and the largest decode step take.
+
+    Together: graphs take their memory from a pool of their own.
+    """
+    tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
+    device = runner.loaded.device
+    prompts = _peak_of(lambda: runner.run_prompts(tokens, min(tokens, rows)), device)
+    return prompts + _peak_of(lambda: _capture_largest(runner, config), device)
 
 
 def _peak_of(step: Callable[[], None], device: torch.device) -> int:
@@ -77,50 +121,77 @@ def set_up(
     loaded: LoadedModel,
     config: EngineConfig,
     measured: Measured,
-    shape: KVShape,
-    blocks_of_layer: Mapping[int, int],
-    windows: tuple[int | None, ...],
-    sampler: Sampler,
+    cache: KVCache,
+    windows: Mapping[int | None, tuple[int, ...]],
+    sampler: CudaSampler,
+    bitwise: bool,
 ) -> CudaSlots:
-    """Allocate the KV cache, capture the graphs, make streams and slots."""
-    blocks_per_row = -(-loaded.max_model_len // config.block_size)
-    runner = CudaRunner(
-        loaded=loaded,
-        cache=KVCache(shape, blocks_of_layer, config.block_size, loaded.device),
-        sampler=sampler,
-        forward=measured.forward,
-        windows=windows,
-        blocks_per_row=blocks_per_row,
-        num_slots=config.max_num_seqs,
-        graph_sizes=graph_sizes(config.max_num_seqs) if config.cuda_graphs else (),
-    )
-    rows = config.max_num_seqs
-    largest = layout_of(config.max_num_batched_tokens + rows, rows, rows, blocks_per_row, windows)
+    """Capture the graphs, make streams and slots. ValueError if bitwise determinism cannot be had."""
+    runner = _runner(loaded, config, measured.forward, cache, windows, sampler, measured.prompt_kernels)
+    tokens, rows = max(config.max_num_batched_tokens, config.max_num_seqs), config.max_num_seqs
+    if bitwise:
+        sizes = _invariant_sizes(runner, tokens)
+        graphs = [size for size in sizes if size < rows] + [next(size for size in sizes if size >= rows)]
+        runner = replace(
+            runner, invariant_sizes=sizes, graph_sizes=tuple(graphs) if config.cuda_graphs else ()
+        )
+        tokens, rows = sizes[-1], graphs[-1]
+    largest = layout_of(tokens, config.max_num_seqs, rows, runner.blocks_per_row, runner.windows)
     return CudaSlots(runner, largest)
 
 
-@torch.inference_mode()
-def _run_prefill(loaded: LoadedModel, config: EngineConfig) -> None:
-    ids = torch.zeros((1, config.max_num_batched_tokens), dtype=torch.int64, device=loaded.device)
-    rows = torch.arange(config.max_num_seqs, device=loaded.device) % ids.shape[1]
-    loaded.model(
-        input_ids=ids,
-        position_ids=torch.zeros_like(ids),
-        use_cache=False,
-        logits_to_keep=rows,
-        tokenmill=_NoAttention(),
-    ).logits[0].float()
+def renew(slots: CudaSlots, loaded: LoadedModel, config: EngineConfig) -> None:
+    """The model's weights are others by now: everything that holds their addresses is made anew."""
+
+    def forward() -> Forward:
+        compiled = False if slots.runner.invariant_sizes is not None else config.compile
+        kernels = slots.runner.prompt_kernels
+        return make_forward(loaded, config.fused, compiled, config.block_size, kernels)[0]
+
+    slots.renew(forward)
 
 
-@torch.inference_mode()
-def _draw_full_batch(loaded: LoadedModel, config: EngineConfig) -> None:
-    size = (config.max_num_seqs, loaded.architecture.vocab_size)
-    logits = torch.zeros(size, dtype=loaded.dtype, device=loaded.device).float()
-    (logits - logits.amax(dim=-1, keepdim=True)).exp().cumsum(dim=-1, dtype=torch.float64)
+def _invariant_sizes(runner: CudaRunner, most: int) -> tuple[int, ...]:
+    """Step sizes, ascending, at which rows get the bits that they get in steps of `most` tokens."""
+    candidates = [most, *(size for size in reversed(CANDIDATE_SIZES) if size < most)]
+    sampled = min(size for size in candidates if size >= runner.num_slots)
+    sizes = find_invariant_sizes(candidates, lambda size: runner.logits_of_equal_rows(size, sampled))
+    if not sizes or sizes[0] < most:
+        raise ValueError(
+            "engine.determinism=bitwise: on this GPU equal rows of one step get different bits; use "
+            "engine.determinism=fast"
+        )
+    return tuple(reversed(sizes))
 
 
-class _NoAttention:
-    """Attention that costs its output and nothing else: the kernels work in memory of their own."""
+def _runner(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    forward: Forward,
+    cache: KVCache,
+    windows: Mapping[int | None, tuple[int, ...]],
+    sampler: CudaSampler,
+    prompt_kernels: Mapping[int | None, PromptKernel],
+) -> CudaRunner:
+    return CudaRunner(
+        loaded=loaded,
+        cache=cache,
+        sampler=sampler,
+        forward=forward,
+        windows=tuple(windows),
+        blocks_per_row=-(-loaded.max_model_len // config.block_size),
+        num_slots=config.max_num_seqs,
+        graph_sizes=graph_sizes(config.max_num_seqs) if config.cuda_graphs else (),
+        prompt_kernels=prompt_kernels,
+    )
 
-    def attend(self, layer: int, query: torch.Tensor, *_: torch.Tensor, **__: object) -> torch.Tensor:
-        return torch.zeros_like(query)
+
+def _capture_largest(runner: CudaRunner, config: EngineConfig) -> None:
+    """What the largest decode step holds on to, and what the host's edits of its logits take besides."""
+    if config.cuda_graphs:
+        stream = torch.cuda.Stream(runner.loaded.device)
+        runner.capture_one(max(runner.graph_sizes), StepEnd.LOGITS, stream)
+    size = (config.max_num_seqs, runner.loaded.architecture.vocab_size)
+    logits = torch.zeros(size, dtype=torch.float32, device=runner.loaded.device)
+    # Bias, penalties and bad words each make a copy, and two are there at a time.
+    torch.stack([logits, logits])

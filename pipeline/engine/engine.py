@@ -7,11 +7,14 @@ on the device. Knows the loop; each of its parts knows the rest.
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from pipeline.config import Determinism, EngineConfig, EngineMode, ModelConfig
 from pipeline.engine.allocator import keep_freed_memory
@@ -26,10 +29,13 @@ from pipeline.engine.sampler import Sampler
 from pipeline.engine.scheduler import Schedule, Scheduler, SchedulerCounters
 from pipeline.engine.sequence import Sequence, SequenceTable, TokenLogprobs, make_sequence
 from pipeline.engine.slots import BatchSlots, InFlight, Slots
+from pipeline.engine.step_clock import StepClock, WindowRecorder
 from pipeline.engine.stop_strings import StopStringMatcher
 from pipeline.models.layers import layers_by_window
 from pipeline.models.load import LoadedModel, load_model, load_tokenizer
+from pipeline.models.weight_state import weight_state
 from pipeline.request import Completion, FinishReason, Refusal, Request, RowError, SamplingParams
+from pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from pipeline.engine.cuda_slots import CudaSlots
@@ -37,7 +43,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot. kv_use: share of the KV blocks owned. busy_seconds: time spent in steps."""
+    """A snapshot. kv_use: share of the KV blocks owned. busy_seconds: time spent in steps, on the device.
+
+    phase_seconds: the host's time while generating, by `step_clock.Phase`; all phases are there.
+    """
 
     num_running: int
     num_waiting: int
@@ -45,7 +54,22 @@ class EngineStats:
     prompt_tokens: int
     completion_tokens: int
     busy_seconds: float
+    phase_seconds: Mapping[str, float]
     counters: SchedulerCounters
+
+    @property
+    def generating_seconds(self) -> float:
+        """Time from a generate's begin to its end, the consumer's share included."""
+        return sum(self.phase_seconds.values())
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step in the air. number: how many were launched before it since generating began."""
+
+    number: int
+    schedule: Schedule
+    slot: InFlight
 
 
 class Engine:
@@ -76,9 +100,11 @@ class Engine:
         on_gpu = loaded.device.type == "cuda"
         if on_gpu:
             # Imports triton, which a machine without a GPU need not have.
+            from pipeline.engine.cuda_sampler import CudaSampler
             from pipeline.engine.cuda_setup import measure, set_up
 
-            measured = measure(loaded, config)
+            cuda_sampler = CudaSampler(loaded.vocab_size, logprobs=logprobs, num_topk=num_topk)
+            measured = measure(loaded, config, _kv_shape(loaded), layers, cuda_sampler, bitwise)
         else:
             keep_freed_memory()
         gigabytes = measured.kv_gigabytes if on_gpu else config.kv_cache_gb
@@ -98,23 +124,26 @@ class Engine:
         self._lookahead = config.lookahead or config.max_num_seqs * (4 if on_gpu else 1)
         self._records_logprobs = logprobs or num_topk > 0
         blocks_of_layer = {layer: num_blocks[window] for window in layers for layer in layers[window]}
-        sampler = Sampler(loaded.vocab_size, logprobs=logprobs, num_topk=num_topk)
+        cache = KVCache(_kv_shape(loaded), blocks_of_layer, config.block_size, loaded.device)
+        # What the engine chose for itself at start, in words.
+        self.about = measured.about if on_gpu else "layers transformers' modules"
         self._runner: ModelRunner | None = None
         self._cuda: CudaSlots | None = None
         if on_gpu:
-            self._cuda = set_up(
-                loaded, config, measured, _kv_shape(loaded), blocks_of_layer, tuple(layers), sampler
-            )
+            self._cuda = set_up(loaded, config, measured, cache, layers, cuda_sampler, bitwise)
         else:
             self._runner = ModelRunner(
                 loaded,
-                KVCache(_kv_shape(loaded), blocks_of_layer, config.block_size, loaded.device),
-                sampler,
+                cache,
+                Sampler(loaded.vocab_size, logprobs=logprobs, num_topk=num_topk),
                 num_slots=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 bitwise=bitwise,
             )
+        self._weights = weight_state(loaded.model)
         self._slots: Slots | None = None
+        self._clock = StepClock()
+        self._recorder: WindowRecorder | None = None
         self._busy_before = 0.0
         self._prompt_tokens = 0
         self._completion_tokens = 0
@@ -136,8 +165,14 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             busy_seconds=self._busy_before + (self._slots.busy_seconds if self._slots else 0.0),
+            phase_seconds=self._clock.phase_seconds,
             counters=replace(self._scheduler.counters),
         )
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The window of the latest generate that engine.timeline asked for, once it is over."""
+        return self._recorder.timeline if self._recorder else None
 
     def generate(
         self, requests: Iterable[Request], should_stop: Callable[[], bool] = lambda: False
@@ -150,10 +185,16 @@ class Engine:
         """
         if self._slots is not None:
             raise RuntimeError("the engine is already generating: exhaust or close that iterator first")
+        self._see_weights()
         self._slots = self._open_slots()
+        self._recorder = self._make_recorder(self._slots)
         try:
-            with self._slots:
-                yield from self._loop(Feed(requests), should_stop)
+            with self._slots, self._clock:
+                for completion in self._loop(Feed(requests), should_stop):
+                    # Whatever goes on after the yield enters its own phase.
+                    self._clock.enter("consumer")
+                    yield completion
+                self._recorder.close()
         except Exception:
             # Blocks are named before the step that fills them; of one that failed nobody may share.
             self._blocks.forget_prefixes()
@@ -163,34 +204,96 @@ class Engine:
             self._slots = None
             self._scheduler.drop_all()
 
+    def _see_weights(self) -> None:
+        """Nothing that was made with other weights may be used: neither K/V nor graphs."""
+        state = weight_state(self.loaded.model)
+        if state == self._weights:
+            return
+        self._blocks.forget_prefixes()
+        if self._cuda is not None:
+            from pipeline.engine.cuda_setup import renew
+
+            renew(self._cuda, self.loaded, self.config)
+            state = weight_state(self.loaded.model)
+        self._weights = state
+
     def _open_slots(self) -> Slots:
         if self._cuda is not None:
             return self._cuda
         assert self._runner is not None
         return BatchSlots(self._runner.run, overlap=self._overlaps)
 
+    def _make_recorder(self, slots: Slots) -> WindowRecorder:
+        first, steps = self.config.timeline_after, self.config.timeline_steps
+        window = range(first, first + steps) if self.config.timeline else range(0)
+        mode = EngineMode.async_ if self._overlaps else EngineMode.sync
+        return WindowRecorder(self._clock, slots, mode.value, self._cuda is not None, window)
+
     def _loop(self, feed: Feed, should_stop: Callable[[], bool]) -> Iterator[Completion]:
-        assert self._slots is not None
-        in_flight: tuple[Schedule, InFlight] | None = None
+        assert self._slots is not None and self._recorder is not None
+        clock = self._clock
+        in_flight: _Launched | None = None
+        num_launched = 0
         while not should_stop():
+            self._recorder.turn(num_launched, num_launched - (in_flight is not None))
             yield from self._take_in(feed)
+            clock.enter("schedule")
             schedule = self._scheduler.schedule()
             launched = None
-            if schedule is not None:
-                inputs = build_inputs(schedule, self._table, self._blocks)
-                launched = (schedule, self._slots.launch(inputs))
-            if not self._overlaps:
-                in_flight, launched = launched, None
-            if in_flight is not None:
-                yield from self._take_result(*in_flight)
-            in_flight = launched
+            try:
+                if schedule is not None:
+                    launched = self._launch(num_launched, schedule)
+                    num_launched += 1
+                if not self._overlaps:
+                    in_flight, launched = launched, None
+                if in_flight is not None:
+                    result, in_flight = in_flight, None
+                    yield from self._take_result(result)
+                in_flight = launched
+            except torch.OutOfMemoryError as error:
+                yield from self._retreat(error, in_flight, launched)
+                in_flight = None
+            clock.enter("consumer", num_launched)
             if in_flight is None and not self._scheduler.has_work and feed.exhausted:
                 return
+
+    def _launch(self, number: int, schedule: Schedule) -> _Launched:
+        assert self._slots is not None
+        self._clock.enter("prepare")
+        inputs = build_inputs(schedule, self._table, self._blocks)
+        # Without a thread and without a device of its own, launching is computing.
+        self._clock.enter("launch" if self._overlaps or self._cuda else "wait")
+        return _Launched(number, schedule, self._slots.launch(inputs))
+
+    def _retreat(
+        self, error: torch.OutOfMemoryError, before: _Launched | None, after: _Launched | None
+    ) -> Iterator[Completion]:
+        """A step found no memory: all its rows wait again, and steps are half as large from now on.
+
+        before: the step in the air when the failed one was launched, whose result is good. after: one that
+        was launched behind the failed one, and computed nonsense.
+        """
+        if before is not None:
+            yield from self._take_result(before)
+        if after is not None:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                after.slot.result()
+        if not self._scheduler.retreat():
+            raise error
+        if self._cuda is not None:
+            torch.cuda.empty_cache()
+        warnings.warn(
+            "a step ran out of memory and its rows start again; from now on steps are limited to "
+            f"{self._scheduler.max_num_batched_tokens} tokens of {self._scheduler.most_running} rows. "
+            "Lower engine.max_num_seqs, engine.max_num_batched_tokens or engine.gpu_memory_utilization",
+            stacklevel=2,
+        )
 
     def _take_in(self, feed: Feed) -> Iterator[Completion]:
         """Pull requests until a batch of sequences waits; hand back those that cannot run."""
         # A long stretch of refused rows must not keep the loop from its other work, stopping included.
         for _ in range(self._lookahead):
+            self._clock.enter("intake")
             if self._scheduler.num_waiting >= self._lookahead:
                 return
             request = feed.next(may_wait=not self._scheduler.has_work)
@@ -241,8 +344,10 @@ class Engine:
     def _decode(self, ids: list[int]) -> str:
         return self.loaded.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _take_result(self, schedule: Schedule, slot: InFlight) -> Iterator[Completion]:
-        output = slot.result()
+    def _take_result(self, step: _Launched) -> Iterator[Completion]:
+        self._clock.enter("wait", step.number)
+        output = step.slot.result()
+        self._clock.enter("update")
         logprobs = None
         if self._records_logprobs and output.logprobs is not None:
             none = np.empty((len(output.ids), 0))
@@ -251,7 +356,8 @@ class Engine:
                 none if output.topk_ids is None else output.topk_ids,
                 none if output.topk_logprobs is None else output.topk_logprobs,
             )
-        for sequence in self._scheduler.update(schedule, output.ids, logprobs):
+        for sequence in self._scheduler.update(step.schedule, output.ids, logprobs):
+            self._clock.enter("complete")
             yield self._completion(sequence)
 
     def _completion(self, sequence: Sequence) -> Completion:
@@ -325,10 +431,6 @@ def _block_tables(
 
 def resolve_determinism(config: EngineConfig, loaded: LoadedModel) -> Determinism:
     """`auto` is bitwise on the CPU, where it costs little, and fast elsewhere."""
-    if config.determinism is Determinism.bitwise and loaded.device.type != "cpu":
-        raise ValueError(
-            "engine.determinism=bitwise is there on the CPU only: use engine.determinism=fast on a GPU"
-        )
     if config.determinism is not Determinism.auto:
         return config.determinism
     return Determinism.bitwise if loaded.device.type == "cpu" else Determinism.fast

@@ -9,7 +9,6 @@ Shapes: T = tokens of a step, N = sampled rows, S = sequence slots, V = vocabula
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,15 +16,13 @@ import torch
 
 from pipeline.engine.batch import StepInputs
 from pipeline.engine.block_manager import NULL_BLOCK
+from pipeline.engine.invariant_sizes import CANDIDATE_SIZES, find_invariant_sizes
 from pipeline.engine.kv_cache import KVCache
 from pipeline.engine.sampler import Sampled, Sampler
 from pipeline.models.attention import CpuAttentionContext, GroupContext
 from pipeline.models.cpu_attention import plan_tensors
 from pipeline.models.layers import logits_of_equal_rows
 from pipeline.models.load import LoadedModel
-
-# Sizes that bitwise determinism may pad to. Few, so that trying them all at load stays short.
-_CANDIDATE_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
@@ -136,14 +133,14 @@ class ModelRunner:
 
     def _usable_sizes(self, max_num_batched_tokens: int) -> tuple[int, ...]:
         """Candidate sizes, up to the first that holds a full step, at which all rows get the same bits."""
-        if max_num_batched_tokens > _CANDIDATE_SIZES[-1]:
+        if max_num_batched_tokens > CANDIDATE_SIZES[-1]:
             raise ValueError(
-                f"engine.max_num_batched_tokens={max_num_batched_tokens} is above {_CANDIDATE_SIZES[-1]}, "
+                f"engine.max_num_batched_tokens={max_num_batched_tokens} is above {CANDIDATE_SIZES[-1]}, "
                 "the largest step that bitwise determinism is tried at: lower it, or use "
                 "engine.determinism=fast"
             )
-        largest = next(size for size in _CANDIDATE_SIZES if size >= max_num_batched_tokens)
-        candidates = [size for size in _CANDIDATE_SIZES if size <= largest]
+        largest = next(size for size in CANDIDATE_SIZES if size >= max_num_batched_tokens)
+        candidates = [size for size in CANDIDATE_SIZES if size <= largest]
         sizes = find_invariant_sizes(candidates, lambda size: logits_of_equal_rows(self._loaded, size))
         if not sizes or sizes[-1] < max_num_batched_tokens:
             raise ValueError(
@@ -152,26 +149,6 @@ class ModelRunner:
                 "lower engine.max_num_batched_tokens, or use engine.determinism=fast"
             )
         return sizes
-
-
-def find_invariant_sizes(
-    candidates: Sequence[int], rows_of: Callable[[int], torch.Tensor]
-) -> tuple[int, ...]:
-    """Sizes at which equal rows come out with equal bits, at every place and as in the first such size.
-
-    rows_of: number of rows -> [rows, V] of equal inputs.
-    """
-    sizes: list[int] = []
-    reference: torch.Tensor | None = None
-    for size in candidates:
-        rows = rows_of(size)
-        if not bool((rows == rows[:1]).all()):
-            continue
-        if reference is None:
-            reference = rows[0].clone()
-        if torch.equal(rows[0], reference):
-            sizes.append(size)
-    return tuple(sizes)
 
 
 def _pad(values: torch.Tensor, count: int, fill: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ Shapes: N = sampled rows of the step, H = those whose logits depend on their his
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -57,11 +58,27 @@ class LogitBias:
 
 
 @dataclass(frozen=True)
+class Draws:
+    """keys: uint32 [N, 2]. numbers: [N], which of its sequence's draws each row takes.
+
+    The numbers themselves are made when somebody asks: a GPU makes those of its decode steps itself.
+    """
+
+    keys: np.ndarray
+    numbers: np.ndarray
+
+    @cached_property
+    def uniform(self) -> np.ndarray:
+        """float64 [N] in [0, 1)."""
+        return uniforms(self.keys, self.numbers)
+
+
+@dataclass(frozen=True)
 class SamplingInputs:
     """Per sampled row, all [N]. slots: int64, where the sampled id is kept for the next step.
 
-    uniform: float64 in [0, 1), the row's draw. forbidden: int64 [M, 2], pairs (row, id) that may not
-    be sampled yet because of min_tokens.
+    draws: the rows' random numbers. forbidden: int64 [M, 2], pairs
+    (row, id) that may not be sampled yet because of min_tokens.
     """
 
     slots: np.ndarray
@@ -69,11 +86,16 @@ class SamplingInputs:
     top_k: np.ndarray
     top_p: np.ndarray
     min_p: np.ndarray
-    uniform: np.ndarray
+    draws: Draws
     forbidden: np.ndarray
     history: HistoryInputs | None = None
     bias: LogitBias | None = None
     bad_words: BadWords | None = None
+
+    @property
+    def uniform(self) -> np.ndarray:
+        """float64 [N] in [0, 1), each row's draw."""
+        return self.draws.uniform
 
 
 def build_sampling_inputs(schedule: Schedule, table: SequenceTable) -> SamplingInputs:
@@ -92,7 +114,7 @@ def build_sampling_inputs(schedule: Schedule, table: SequenceTable) -> SamplingI
         top_k=table.top_k[slots],
         top_p=table.top_p[slots],
         min_p=table.min_p[slots],
-        uniform=uniforms(table.philox_keys[slots], length - table.num_prompt[slots]),
+        draws=Draws(table.philox_keys[slots], length - table.num_prompt[slots]),
         forbidden=np.stack([too_early[early_row], stop_ids[early_row, column]], axis=1).astype(np.int64),
         history=history,
         bias=_bias(slots, table) if edited else None,

@@ -24,6 +24,9 @@ from pipeline.engine.sequence import Sequence, SequenceTable, TokenLogprobs
 from pipeline.engine.waiting_queue import WaitingQueue
 from pipeline.request import FinishReason
 
+# A step that finds no memory for so few tokens of one row will not find it for fewer.
+_FEWEST_TOKENS = 16
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -56,6 +59,7 @@ class SchedulerCounters:
     num_partial_prefill_chunks: int = 0
     num_computed_tokens: int = 0
     num_wasted_row_steps: int = 0
+    num_retreats: int = 0
 
 
 class Scheduler:
@@ -73,7 +77,8 @@ class Scheduler:
         self.table = table
         self.blocks = blocks
         self.counters = SchedulerCounters()
-        self._budget = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.most_running = table.num_slots
         self._prefix_sharing = prefix_sharing
         self._reserve = reserve
         self._admission_batch = min(admission_batch, table.num_slots)
@@ -120,10 +125,10 @@ class Scheduler:
         runnable = np.concatenate([decoding, np.array(prefilling, np.int64)])
         self.blocks.slide(runnable, self.table.scheduled[runnable])
         self.blocks.settle(decoding)
-        decoding = decoding[: self._budget]
+        decoding = decoding[: self.max_num_batched_tokens]
         self._grow(decoding)
         decoding = decoding[self.table.running[decoding]]
-        budget = self._budget - len(decoding)
+        budget = self.max_num_batched_tokens - len(decoding)
         chunks = self._continue_prefills(prefilling, budget)
         self._admit(chunks, budget - sum(chunks.values()))
         return self._commit(decoding, chunks)
@@ -136,7 +141,7 @@ class Scheduler:
         single = active & (virtual - t.scheduled == 1)
         prefilling = np.flatnonzero(active & ~single)
         decoding = np.flatnonzero(single)
-        if len(decoding) > self._budget:
+        if len(decoding) > self.max_num_batched_tokens:
             # Fairness when the budget is smaller than the batch: those furthest behind go first.
             decoding = decoding[np.argsort(t.scheduled[decoding] - t.num_prompt[decoding], kind="stable")]
         return decoding, prefilling[np.argsort(t.admitted[prefilling])].tolist()
@@ -183,7 +188,7 @@ class Scheduler:
         # Rows are let in several at a time: each step with a prompt in it is dearer than one without.
         if not chunks and t.num_free_slots < min(self._admission_batch, len(self._waiting)):
             return
-        while self._waiting and t.num_free_slots and budget > 0:
+        while self._waiting and t.num_free_slots and self.num_running < self.most_running and budget > 0:
             if self._admission_paused and t.running.any():
                 return
             sequence = self._waiting.first
@@ -290,6 +295,27 @@ class Scheduler:
         """Back to the front of the queue, with all tokens known so far."""
         self.blocks.release(slot)
         self._waiting.put_back(self.table.release(slot))
+
+    def retreat(self) -> bool:
+        """All that runs goes back to wait, as far as it is known here; steps are half as large afterwards.
+
+        False, and nothing is done, if they cannot get smaller.
+        """
+        t = self.table
+        if self.most_running <= 1 and self.max_num_batched_tokens <= _FEWEST_TOKENS:
+            return False
+        slots = [slot for slot, sequence in enumerate(t.sequences) if sequence is not None]
+        self.most_running = max(1, min(self.most_running, len(slots)) // 2)
+        self.max_num_batched_tokens = max(_FEWEST_TOKENS, self.max_num_batched_tokens // 2)
+        # What was on its way is lost; the oldest goes on first.
+        for slot in sorted(slots, key=lambda slot: -int(t.admitted[slot])):
+            t.pending[slot] = 0
+            self._return(slot)
+        # Blocks are named before the step that fills them.
+        self.blocks.forget_prefixes()
+        self._admission_paused = False
+        self.counters.num_retreats += 1
+        return True
 
     # ---------------------------------------------------------------- results
 

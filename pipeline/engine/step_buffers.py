@@ -1,9 +1,9 @@
 """One step's inputs in one piece of memory: filled on the host, copied to the device at once.
 
 A layout places every array of a step behind the other. The same layout serves a pinned host buffer,
-seen as numpy arrays, and a device buffer, seen as tensors; a decode step of a given padded size
-always has the same layout, so that a CUDA graph finds its inputs where they were. Knows shapes and
-offsets; refuses to know streams.
+seen as numpy arrays, and a device buffer, seen as tensors. Steps with prompt chunks come this way;
+those of decoding rows only are made on the device (`slot_state.py`). Knows shapes and offsets; refuses to
+know streams.
 
 Shapes: T = tokens, R = rows, N = sampled rows, B = blocks of the longest sequence.
 """
@@ -52,6 +52,12 @@ class StepLayout:
             ("sample_slots", np.int64, (n,)),
             ("uniform", np.float64, (n,)),
             ("temperature", np.float32, (n,)),
+            ("top_k", np.int32, (n,)),
+            ("top_p", np.float32, (n,)),
+            ("min_p", np.float32, (n,)),
+            # Where each row's sequence slot stands after the step.
+            ("slots", np.int64, (r,)),
+            ("next_positions", np.int32, (r,)),
             ("context_lens", np.int32, (r,)),
             ("starts", np.int32, (r,)),
             ("query_start_loc", np.int32, (r + 1,)),
@@ -96,7 +102,7 @@ def layout_of(
     blocks_per_row: int,
     windows: tuple[int | None, ...],
 ) -> StepLayout:
-    """The layout of this size; those of the padded sizes are asked for again and again."""
+    """The layout of this size; under bitwise determinism the same are asked for again and again."""
     return StepLayout(num_tokens, num_rows, num_sampled, blocks_per_row, windows)
 
 
@@ -119,6 +125,11 @@ def fill(
     _put(views["sample_slots"], sampling.slots, n, scratch_slot)
     _put(views["uniform"], sampling.uniform, n, 0.0)
     _put(views["temperature"], sampling.temperature, n, 0.0)
+    _put(views["top_k"], sampling.top_k, n, 0)
+    _put(views["top_p"], sampling.top_p, n, 1.0)
+    _put(views["min_p"], sampling.min_p, n, 0.0)
+    _put(views["slots"], inputs.slots, r, scratch_slot)
+    _put(views["next_positions"], inputs.starts + inputs.query_lens, r, 0)
     _put(views["context_lens"], inputs.starts + inputs.query_lens, r, 0)
     _put(views["starts"], inputs.starts, r, 0)
     np.cumsum(inputs.query_lens, out=views["query_start_loc"][1 : r + 1])

@@ -27,6 +27,7 @@ NEUTRAL = (
     "output.retry_errors",
     "cost.",
     "report.",
+    "bench.",
     "prompt.prefetch_rows",
     "source.storage_options",
     # known by what is in them (model.weights, model.tokenizer_hash …), so that they can be moved
@@ -49,6 +50,9 @@ NEUTRAL = (
     "engine.admission_batch",
     "engine.lookahead",
     "engine.longest_first",
+    "engine.timeline",
+    "engine.timeline_steps",
+    "engine.timeline_after",
     "engine.reserve",
 )
 _SHOWN = 60

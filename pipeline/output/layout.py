@@ -5,6 +5,7 @@ input.arrow             the index of the input, so that a resumed job need not s
 parts/W-00000.arrow     rows of worker W, append-only
 journal/W-00000.jsonl   what of that part counts
 dataset/                made by `finalize`
+timeline/W.json         a window of worker W's steps, and W.png its picture, if engine.timeline asked for it
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ INPUT_FILE = "input.arrow"
 PARTS = "parts"
 JOURNAL = "journal"
 DATASET = "dataset"
+TIMELINE = "timeline"
 _PART_SUFFIX = ".arrow"
 _JOURNAL_SUFFIX = ".jsonl"
 

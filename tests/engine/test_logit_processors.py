@@ -17,6 +17,7 @@ import torch
 from fakes import (
     EOS_IDS,
     VOCABULARY,
+    FixedDraws,
     by_key,
     family_config,
     loaded_family,
@@ -432,7 +433,7 @@ def _repeated(one: SamplingInputs, uniform: np.ndarray) -> SamplingInputs:
         top_k=one.top_k.repeat(count),
         top_p=one.top_p.repeat(count),
         min_p=one.min_p.repeat(count),
-        uniform=uniform,
+        draws=FixedDraws(uniform),
         forbidden=np.empty((0, 2), np.int64),
         history=grown(one.history, rows=of_rows(one.history)),
         bias=grown(one.bias, rows=of_rows(one.bias)),

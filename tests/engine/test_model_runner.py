@@ -7,12 +7,22 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from fakes import by_key, family_config, loaded_family, make_engine, mixed_prompts, random_model, request
+from fakes import (
+    FixedDraws,
+    by_key,
+    family_config,
+    loaded_family,
+    make_engine,
+    mixed_prompts,
+    random_model,
+    request,
+)
 
 from pipeline.config import Determinism, EngineMode
 from pipeline.engine import model_runner
 from pipeline.engine.batch import GroupInputs, StepInputs
-from pipeline.engine.model_runner import ModelRunner, find_invariant_sizes
+from pipeline.engine.invariant_sizes import find_invariant_sizes
+from pipeline.engine.model_runner import ModelRunner
 from pipeline.engine.sampling_inputs import SamplingInputs
 from pipeline.models.load import LoadedModel, wrap_model
 
@@ -26,6 +36,9 @@ def step(
     positions = np.arange(start, start + len(ids), dtype=np.int64)
     count = int(sampled)
     return StepInputs(
+        slots=np.zeros(1, np.int32),
+        epochs=np.zeros(1, np.int64),
+        num_blocks=np.ones(1, np.int32),
         input_ids=np.array(ids, np.int64),
         positions=positions,
         carry_tokens=np.arange(int(carry), dtype=np.int64),
@@ -40,7 +53,7 @@ def step(
             top_k=np.zeros(count, np.int32),
             top_p=np.ones(count, np.float32),
             min_p=np.zeros(count, np.float32),
-            uniform=np.zeros(count),
+            draws=FixedDraws(np.zeros(count)),
             forbidden=np.empty((0, 2), np.int64),
         ),
     )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes import FixedDraws
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -51,7 +52,7 @@ def inputs(count: int, *, uniform: Any = 0.5, forbidden: Any = (), **rows: Any) 
         top_k=column("top_k", 0, np.int32),
         top_p=column("top_p", 1.0, np.float32),
         min_p=column("min_p", 0.0, np.float32),
-        uniform=np.broadcast_to(np.asarray(uniform, np.float64), count).copy(),
+        draws=FixedDraws(np.broadcast_to(np.asarray(uniform, np.float64), count).copy()),
         forbidden=np.array(forbidden, np.int64).reshape(-1, 2),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from fakes import FixedDraws
 
 from pipeline.engine.batch import GroupInputs, StepInputs
 from pipeline.engine.sampling_inputs import SamplingInputs
@@ -16,6 +17,9 @@ def step(rows: int = 3) -> StepInputs:
     """Decoding rows: row 1 gets its id from the device."""
     count = np.arange(rows)
     return StepInputs(
+        slots=(count + 3).astype(np.int32),
+        epochs=np.zeros(rows, np.int64),
+        num_blocks=np.full(rows, 2, np.int32),
         input_ids=count + 50,
         positions=count + 20,
         carry_tokens=np.array([1]),
@@ -33,7 +37,7 @@ def step(rows: int = 3) -> StepInputs:
             top_k=np.zeros(rows, np.int32),
             top_p=np.ones(rows, np.float32),
             min_p=np.zeros(rows, np.float32),
-            uniform=np.linspace(0.1, 0.9, rows),
+            draws=FixedDraws(np.linspace(0.1, 0.9, rows)),
             forbidden=np.empty((0, 2), np.int64),
         ),
     )
