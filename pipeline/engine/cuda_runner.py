@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,21 +49,34 @@ class StepEnd(Enum):
     LOGITS = "logits"
 
 
+class GraphKey(NamedTuple):
+    """Which graph. made: its inputs are made on the device, for `size` decoding rows; else the host sends
+    them, of `size` tokens, prompts among them."""
+
+    made: bool
+    size: int
+    end: StepEnd
+
+
 @dataclass(frozen=True)
 class StepShape:
-    """What a step is, before it runs. padded: rows of a replayed step; None runs eagerly."""
+    """What a step is, before it runs. graph: the one to replay; None runs eagerly."""
 
     layout: StepLayout
     num_decode: int
-    padded: int | None
-    end: StepEnd
+    graph: GraphKey | None
+
+    @property
+    def is_made(self) -> bool:
+        return self.graph is not None and self.graph.made
 
 
 @dataclass
 class CudaRunner:
     """model, cache and sampler of one GPU.
 
-    invariant_sizes: under bitwise determinism, the token and row counts that steps are padded to, ascending;
+    graph_sizes: rows of the decode steps that are captured, sent_sizes: tokens of those with prompts, both
+    ascending. invariant_sizes: under bitwise determinism, the token and row counts that steps are padded to;
     None pads nothing but replayed steps. prompt_kernels: what computes prompt chunks, by sliding window.
     """
 
@@ -75,14 +88,16 @@ class CudaRunner:
     blocks_per_row: int
     num_slots: int
     graph_sizes: tuple[int, ...]
+    sent_sizes: tuple[int, ...] = ()
     invariant_sizes: tuple[int, ...] | None = None
     prompt_kernels: Mapping[int | None, PromptKernel] = field(default_factory=dict)
     state: SlotState = field(init=False)
     inputs: DecodeInputs = field(init=False)
     output: torch.Tensor = field(init=False)
     workspaces: dict[int | None, DecodeWorkspace] = field(init=False)
-    graphs: dict[tuple[int, StepEnd], torch.cuda.CUDAGraph] = field(default_factory=dict)
+    graphs: dict[GraphKey, torch.cuda.CUDAGraph] = field(default_factory=dict)
     _pool: Any = None
+    _sent: torch.Tensor | None = None
     _logits_buffer: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -116,38 +131,57 @@ class CudaRunner:
 
     def shape_of(self, inputs: StepInputs) -> StepShape:
         """How a step will run; its layout says how its inputs must lie if the host sends them."""
-        rows, sampled = len(inputs.starts), len(inputs.logits_index)
+        rows, sampled, tokens = len(inputs.starts), len(inputs.logits_index), inputs.num_tokens
         decode = int((inputs.query_lens == 1).argmin()) if (inputs.query_lens > 1).any() else rows
         end = StepEnd.LOGITS if needs_logits(inputs.sampling) else StepEnd.SAMPLED
-        padded = None
+        graph = None
         if decode == rows and sampled == rows:
-            padded = next((size for size in self.graph_sizes if size >= rows), None)
-        tokens = inputs.num_tokens
+            graph = _smallest(self.graph_sizes, rows, True, end)
+        if graph is None and end is StepEnd.SAMPLED:
+            graph = _smallest(self.sent_sizes, tokens, False, end)
+        if graph is not None and not graph.made:
+            return StepShape(self._sent_layout(graph.size), 0, graph)
         if self.invariant_sizes is not None:
             # A row's bits must not depend on what runs beside it: attention too takes one way for all rows.
             decode, tokens, sampled = 0, self._invariant(tokens), self._invariant(max(sampled, 1))
         layout = layout_of(tokens, rows, sampled, self.blocks_per_row, self.windows)
-        return StepShape(layout, decode, padded, end)
+        return StepShape(layout, decode, graph)
 
     def _invariant(self, count: int) -> int:
         assert self.invariant_sizes is not None
         return next(size for size in self.invariant_sizes if size >= count)
 
+    def _sent_layout(self, num_tokens: int) -> StepLayout:
+        """Of a captured step with prompts: room for every slot's row."""
+        sampled = self.num_slots if self.invariant_sizes is None else self._invariant(self.num_slots)
+        return layout_of(num_tokens, self.num_slots, sampled, self.blocks_per_row, self.windows)
+
     # ---------------------------------------------------------------- steps that the host sends
 
-    def run(self, shape: StepShape, views: Views, inputs: StepInputs) -> OutputLayout | None:
-        """Compute a step whose inputs lie in `views`, on the current stream; None if nothing is sampled."""
-        carried, ids = views["carry_slots"], views["input_ids"]
-        ids.copy_(torch.where(carried >= 0, self.state.last_ids[carried.clamp(min=0)], ids))
-        self.state.words[:, 0].index_copy_(0, views["slots"], views["next_positions"])
-        wanted = views["logits_index"]
+    def run(self, shape: StepShape, sent: torch.Tensor, inputs: StepInputs) -> OutputLayout | None:
+        """Compute a step whose inputs lie in `sent`, on the current stream; None if nothing is sampled."""
         count = len(inputs.logits_index)
-        logits = self._logits(ids, views["positions"], self._context(views, shape.num_decode), wanted)
+        if shape.graph is not None:
+            assert self._sent is not None
+            num_bytes = shape.layout.num_bytes
+            self._sent[:num_bytes].copy_(sent[:num_bytes])
+            self.graphs[shape.graph].replay()
+            return self.output_layout(shape.layout.num_sampled) if count else None
+        views = shape.layout.tensors(sent)
+        logits = self._sent_logits(views, shape.num_decode)
         if not count:
             return None
         parameters = RowParameters(*(views[name][:count] for name in RowParameters._fields))
-        sampled = self._sample(logits[:count], parameters, ids[wanted[:count]], inputs)
+        last_ids = views["input_ids"][views["logits_index"][:count]]
+        sampled = self._sample(logits[:count], parameters, last_ids, inputs)
         return self._put(sampled, views["sample_slots"][:count])
+
+    def _sent_logits(self, views: Views, num_decode: int) -> torch.Tensor:
+        """Carry-over, the slots' new positions, and the forward: logits [N, V]."""
+        carried, ids = views["carry_slots"], views["input_ids"]
+        ids.copy_(torch.where(carried >= 0, self.state.last_ids[carried.clamp(min=0)], ids))
+        self.state.words[:, 0].index_copy_(0, views["slots"], views["next_positions"])
+        return self._logits(ids, views["positions"], self._context(views, num_decode), views["logits_index"])
 
     def _sample(
         self, logits: torch.Tensor, parameters: RowParameters, last_ids: torch.Tensor, inputs: StepInputs
@@ -252,14 +286,16 @@ class CudaRunner:
 
     def replay(self, shape: StepShape, inputs: StepInputs) -> OutputLayout:
         """Compute a step of decoding rows of the slots in state.rows, on the current stream."""
-        assert shape.padded is not None
-        self.graphs[(shape.padded, shape.end)].replay()
-        if shape.end is StepEnd.SAMPLED:
-            return self.output_layout(shape.padded)
+        assert shape.graph is not None and shape.graph.made
+        self.graphs[shape.graph].replay()
+        if shape.graph.end is StepEnd.SAMPLED:
+            return self.output_layout(shape.graph.size)
         assert self._logits_buffer is not None
         rows = self.inputs.first(len(inputs.slots))
         logits = self._logits_buffer[: len(inputs.slots)]
         return self._put(self._sample(logits, _parameters(rows), rows.input_ids, inputs), rows.sample_slots)
+
+    # ---------------------------------------------------------------- graphs
 
     def release(self) -> None:
         """Let go of the step function and of all graphs, so that their memory is free for new ones."""
@@ -273,26 +309,50 @@ class CudaRunner:
 
     def capture(self, stream: torch.cuda.Stream) -> None:
         """Capture every size, the largest first: one pool serves all."""
+        for size in sorted(self.sent_sizes, reverse=True):
+            self.capture_one(GraphKey(False, size, StepEnd.SAMPLED), stream)
         for size in sorted(self.graph_sizes, reverse=True):
-            self.capture_one(size, StepEnd.SAMPLED, stream)
+            self.capture_one(GraphKey(True, size, StepEnd.SAMPLED), stream)
 
     @torch.inference_mode()
-    def capture_one(self, size: int, end: StepEnd, stream: torch.cuda.Stream) -> None:
+    def capture_one(self, key: GraphKey, stream: torch.cuda.Stream) -> None:
         """Capture one step. Nothing else may run on the device. What the host sent before is kept."""
         rows = self.state.rows.clone()
         with torch.cuda.stream(stream):
             self.state.rows.fill_(self.num_slots)
             # Once without capture: kernels are compiled and libraries make their handles now.
-            self._decode(size, end)
+            self.compute_padding(key)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            self._decode(size, end)
+            self._compute(key)
         self._pool = graph.pool()
-        self.graphs[(size, end)] = graph
+        self.graphs[key] = graph
         with torch.cuda.stream(stream):
             self.state.rows.copy_(rows)
         stream.synchronize()
+
+    def compute_padding(self, key: GraphKey) -> None:
+        """What the graph will hold, once, for rows that nobody has."""
+        if not key.made:
+            _fill_with_padding(self._sent_views(key.size), self.num_slots)
+        self._compute(key)
+
+    def _compute(self, key: GraphKey) -> None:
+        """All of a captured step; its results go where `run` and `replay` find them."""
+        if key.made:
+            self._decode(key.size, key.end)
+            return
+        views = self._sent_views(key.size)
+        parameters = RowParameters(*(views[name] for name in RowParameters._fields))
+        self._put(self.sampler(self._sent_logits(views, 0), parameters), views["sample_slots"])
+
+    def _sent_views(self, num_tokens: int) -> Views:
+        """Where a captured step finds what the host sent: the same memory for all sizes."""
+        if self._sent is None:
+            num_bytes = max(self._sent_layout(size).num_bytes for size in self.sent_sizes)
+            self._sent = torch.zeros(num_bytes, dtype=torch.uint8, device=self.loaded.device)
+        return self._sent_layout(num_tokens).tensors(self._sent)
 
     def _decode(self, size: int, end: StepEnd) -> None:
         """All of a decode step of the slots state.rows[:size]; results go where `replay` finds them."""
@@ -330,6 +390,19 @@ class CudaRunner:
             shape = (max(self.graph_sizes), like.shape[1])
             self._logits_buffer = torch.empty(shape, dtype=like.dtype, device=like.device)
         return self._logits_buffer
+
+
+def _smallest(sizes: tuple[int, ...], count: int, made: bool, end: StepEnd) -> GraphKey | None:
+    """The graph of the first size that holds `count`."""
+    size = next((size for size in sizes if size >= count), None)
+    return None if size is None else GraphKey(made, size, end)
+
+
+def _fill_with_padding(views: Views, scratch_slot: int) -> None:
+    for name, view in views.items():
+        view.fill_(-1 if name.startswith("slot_mapping") or name == "carry_slots" else 0)
+    for name in ("sample_slots", "slots"):
+        views[name].fill_(scratch_slot)
 
 
 def _parameters(inputs: DecodeInputs) -> RowParameters:

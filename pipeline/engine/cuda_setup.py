@@ -8,13 +8,14 @@ know sequences.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from pipeline.config import EngineConfig
-from pipeline.engine.cuda_runner import CudaRunner, StepEnd
+from pipeline.engine.cuda_runner import CudaRunner, GraphKey, StepEnd
 from pipeline.engine.cuda_sampler import CudaSampler
 from pipeline.engine.cuda_slots import CudaSlots
 from pipeline.engine.invariant_sizes import CANDIDATE_SIZES, find_invariant_sizes
@@ -29,6 +30,18 @@ from pipeline.models.load import LoadedModel
 _RESERVE = 2**30
 # A row of padding costs nothing in attention and little in the products: large sizes may be far apart.
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, *range(320, 1025, 64))
+
+
+# Tokens of captured steps with prompts: at most a third of one is padding.
+_PROMPT_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+# Of a step's time on the device, what its enqueueing may take before graphs are worth their padding.
+_HOST_SHARE = 0.4
+
+
+def prompt_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Token counts that steps with prompts are captured for, up to the one that holds a full step."""
+    sizes = [size for size in _PROMPT_SIZES if size < max_num_batched_tokens]
+    return (*sizes, max_num_batched_tokens)
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -136,8 +149,29 @@ def set_up(
             runner, invariant_sizes=sizes, graph_sizes=tuple(graphs) if config.cuda_graphs else ()
         )
         tokens, rows = sizes[-1], graphs[-1]
+    if config.cuda_graphs and _bound_by_host(runner, config.max_num_batched_tokens):
+        runner.sent_sizes = runner.invariant_sizes or prompt_sizes(config.max_num_batched_tokens)
     largest = layout_of(tokens, config.max_num_seqs, rows, runner.blocks_per_row, runner.windows)
     return CudaSlots(runner, largest)
+
+
+def _bound_by_host(runner: CudaRunner, num_tokens: int) -> bool:
+    """Whether enqueueing the largest step with prompts takes the host about as long as the GPU computes it.
+
+    Then smaller steps leave the GPU waiting, and are captured too, at the price of padding.
+    """
+    host, device = [], []
+    for _ in range(3):
+        began, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(runner.loaded.device)
+        began.record()
+        started = time.perf_counter()
+        runner.run_prompts(num_tokens, min(num_tokens, runner.num_slots))
+        host.append(time.perf_counter() - started)
+        done.record()
+        done.synchronize()
+        device.append(began.elapsed_time(done) / 1e3)
+    return min(host) > _HOST_SHARE * min(device)
 
 
 def renew(slots: CudaSlots, loaded: LoadedModel, config: EngineConfig) -> None:
@@ -190,7 +224,7 @@ def _capture_largest(runner: CudaRunner, config: EngineConfig) -> None:
     """What the largest decode step holds on to, and what the host's edits of its logits take besides."""
     if config.cuda_graphs:
         stream = torch.cuda.Stream(runner.loaded.device)
-        runner.capture_one(max(runner.graph_sizes), StepEnd.LOGITS, stream)
+        runner.capture_one(GraphKey(True, max(runner.graph_sizes), StepEnd.LOGITS), stream)
     size = (config.max_num_seqs, runner.loaded.architecture.vocab_size)
     logits = torch.zeros(size, dtype=torch.float32, device=runner.loaded.device)
     # Bias, penalties and bad words each make a copy, and two are there at a time.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pipeline.engine.batch import StepInputs
-from pipeline.engine.cuda_runner import CudaRunner, StepShape, pack
+from pipeline.engine.cuda_runner import CudaRunner, GraphKey, StepShape, pack
 from pipeline.engine.model_runner import StepOutput
 from pipeline.engine.slot_state import SlotMirror
 from pipeline.engine.step_buffers import StepLayout, fill
@@ -50,18 +50,18 @@ class CudaBatchSlot:
         self.step = 0
         self.recorded = False
         self.sent = False
-        self.padded: int | None = None
+        self.graph: GraphKey | None = None
         self.output: OutputLayout | None = None
         self.num_sampled = 0
-        # By padded size, None for steps without a graph: how many, and their seconds on the device.
-        self.spent: dict[int | None, tuple[int, float]] = {}
+        # By graph, None for steps without one: how many, and their seconds on the device.
+        self.spent: dict[GraphKey | None, tuple[int, float]] = {}
 
     def result(self) -> StepOutput:
         """Wait for the copy of the step's result, and for nothing else."""
         self.d2h_done.synchronize()
-        steps, seconds = self.spent.get(self.padded, (0, 0.0))
+        steps, seconds = self.spent.get(self.graph, (0, 0.0))
         took = self.compute_began.elapsed_time(self.compute_done) / 1e3
-        self.spent[self.padded] = steps + 1, seconds + took
+        self.spent[self.graph] = steps + 1, seconds + took
         if self.output is None:
             return _NOTHING_SAMPLED
         return self.output.read(self.host_output.numpy(), self.num_sampled)
@@ -113,13 +113,13 @@ class CudaSlots:
         return sum(seconds for slot in self._slots for _, seconds in slot.spent.values())
 
     @property
-    def spent(self) -> dict[int | None, tuple[int, float]]:
-        """Steps and device seconds by padded size since entered; None: steps without a graph."""
-        total: dict[int | None, tuple[int, float]] = {}
+    def spent(self) -> dict[GraphKey | None, tuple[int, float]]:
+        """Steps and device seconds by graph since entered; None: steps without one."""
+        total: dict[GraphKey | None, tuple[int, float]] = {}
         for slot in self._slots:
-            for padded, (steps, seconds) in slot.spent.items():
-                before = total.get(padded, (0, 0.0))
-                total[padded] = before[0] + steps, before[1] + seconds
+            for graph, (steps, seconds) in slot.spent.items():
+                before = total.get(graph, (0, 0.0))
+                total[graph] = before[0] + steps, before[1] + seconds
         return total
 
     @torch.inference_mode()
@@ -128,14 +128,14 @@ class CudaSlots:
         runner, slot = self.runner, self._slots[self._num_launched % 2]
         shape = runner.shape_of(inputs)
         self._take_spans_of(slot)
-        slot.step, slot.recorded, slot.padded = self._num_launched, self._records, shape.padded
+        slot.step, slot.recorded, slot.graph = self._num_launched, self._records, shape.graph
         slot.num_sampled = len(inputs.logits_index)
         slot.sent = False
         try:
-            if shape.padded is None:
-                self._launch_sent(slot, shape, inputs)
-            else:
+            if shape.is_made:
                 self._launch_made(slot, shape, inputs)
+            else:
+                self._launch_sent(slot, shape, inputs)
         except Exception:
             # How far it came is unknown: its buffers must be free, and the device told everything again.
             self.close()
@@ -154,17 +154,17 @@ class CudaSlots:
         with torch.cuda.stream(self._compute):
             self._compute.wait_event(slot.h2d_done)
             slot.compute_began.record()
-            self._keep(slot, runner.run(shape, layout.tensors(slot.device), inputs))
+            self._keep(slot, runner.run(shape, slot.device, inputs))
 
     def _launch_made(self, slot: CudaBatchSlot, shape: StepShape, inputs: StepInputs) -> None:
         """A step that the device makes from what it knows: the host sends what is new, often nothing."""
         runner = self.runner
-        assert shape.padded is not None
-        if (shape.padded, shape.end) not in runner.graphs:
+        assert shape.graph is not None
+        if shape.graph not in runner.graphs:
             # Graphs that end at the logits are made when the first row asks for penalties, say.
             torch.cuda.synchronize(slot.device.device)
-            runner.capture_one(shape.padded, shape.end, self._compute)
-        changes = self._mirror.changes(inputs, shape.padded)
+            runner.capture_one(shape.graph, self._compute)
+        changes = self._mirror.changes(inputs, shape.graph.size)
         if changes.any:
             self._copy_up(slot, 4 * pack(changes, slot.array.view(np.int32)))
         with torch.cuda.stream(self._compute):
