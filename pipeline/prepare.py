@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
+import torch
+
 from pipeline import __version__
-from pipeline.config import JobConfig, TransformersEngineConfig
+from pipeline.config import Determinism, JobConfig, TransformersEngineConfig
 from pipeline.engine import Engine
 from pipeline.engine.continuous_batching import runs_async
 from pipeline.engine.transformers_backend import TransformersEngine
@@ -268,8 +270,18 @@ def _resolved(
         "model.dtype": str(dtype).removeprefix("torch."),
         "model.max_model_len": inspected.max_model_len,
         "engine.backend": "transformers" if isinstance(config.engine, TransformersEngineConfig) else "native",
+        **_bitwise_steps(config, device),
         "version": __version__,
     }
+
+
+def _bitwise_steps(config: JobConfig, device: torch.device) -> dict[str, Any]:
+    """On a GPU, which bits a row gets depends on the GPU and on the sizes that its steps are padded to."""
+    engine = config.engine
+    if device.type != "cuda" or engine.determinism is not Determinism.bitwise:
+        return {}
+    sizes = f"up to {engine.max_num_batched_tokens} tokens of {engine.max_num_seqs} rows"
+    return {"engine.bitwise_steps": f"{torch.cuda.get_device_name(device)}, {sizes}"}
 
 
 def _provenance(config: JobConfig, asked: str | None) -> dict[str, Any]:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from pipeline.engine.batch import StepInputs
+from pipeline.engine.cuda_graphs import GraphKey, StepEnd, StepGraphs
 from pipeline.engine.cuda_sampler import CudaSampler, RowParameters
 from pipeline.engine.kv_cache import KVCache
 from pipeline.engine.sampler import Sampled
@@ -40,22 +39,6 @@ from pipeline.models.forward import Forward
 from pipeline.models.load import LoadedModel
 
 Views = dict[str, torch.Tensor]
-
-
-class StepEnd(Enum):
-    """Where a graph ends: with the sampled ids, or at the logits."""
-
-    SAMPLED = "sampled"
-    LOGITS = "logits"
-
-
-class GraphKey(NamedTuple):
-    """Which graph. made: its inputs are made on the device, for `size` decoding rows; else the host sends
-    them, of `size` tokens, prompts among them."""
-
-    made: bool
-    size: int
-    end: StepEnd
 
 
 @dataclass(frozen=True)
@@ -95,8 +78,7 @@ class CudaRunner:
     inputs: DecodeInputs = field(init=False)
     output: torch.Tensor = field(init=False)
     workspaces: dict[int | None, DecodeWorkspace] = field(init=False)
-    graphs: dict[GraphKey, torch.cuda.CUDAGraph] = field(default_factory=dict)
-    _pool: Any = None
+    graphs: StepGraphs = field(default_factory=StepGraphs)
     _sent: torch.Tensor | None = None
     _logits_buffer: torch.Tensor | None = None
 
@@ -165,7 +147,7 @@ class CudaRunner:
             assert self._sent is not None
             num_bytes = shape.layout.num_bytes
             self._sent[:num_bytes].copy_(sent[:num_bytes])
-            self.graphs[shape.graph].replay()
+            self.graphs.replay(shape.graph)
             return self.output_layout(shape.layout.num_sampled) if count else None
         views = shape.layout.tensors(sent)
         logits = self._sent_logits(views, shape.num_decode)
@@ -181,7 +163,7 @@ class CudaRunner:
         carried, ids = views["carry_slots"], views["input_ids"]
         ids.copy_(torch.where(carried >= 0, self.state.last_ids[carried.clamp(min=0)], ids))
         self.state.words[:, 0].index_copy_(0, views["slots"], views["next_positions"])
-        return self._logits(ids, views["positions"], self._context(views, num_decode), views["logits_index"])
+        return self.logits(ids, views["positions"], self.context(views, num_decode), views["logits_index"])
 
     def _sample(
         self, logits: torch.Tensor, parameters: RowParameters, last_ids: torch.Tensor, inputs: StepInputs
@@ -197,7 +179,7 @@ class CudaRunner:
         layout.write(self.output, sampled)
         return layout
 
-    def _logits(
+    def logits(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
@@ -210,7 +192,7 @@ class CudaRunner:
             wanted = torch.zeros(1, dtype=torch.int64, device=ids.device)
         return self.forward(ids, positions, context, wanted)
 
-    def _context(self, views: Views, num_decode: int) -> CudaAttentionContext:
+    def context(self, views: Views, num_decode: int) -> CudaAttentionContext:
         groups = {
             window: CudaGroup(views[f"slot_mapping{i}"], views[f"block_tables{i}"], self.workspaces[window])
             for i, window in enumerate(self.windows)
@@ -225,45 +207,6 @@ class CudaRunner:
             views["starts"],
             self.prompt_kernels,
         )
-
-    # ---------------------------------------------------------------- steps to measure and to try
-
-    @torch.inference_mode()
-    def run_prompts(self, num_tokens: int, num_sampled: int) -> None:
-        """A step of long prompts whose keys and values go nowhere, with so many rows sampled."""
-        longest = self.blocks_per_row * self.cache.block_size
-        num_rows = -(-num_tokens // longest)
-        views = self._zero_views(num_tokens, num_rows, num_sampled)
-        for i in range(len(self.windows)):
-            views[f"slot_mapping{i}"].fill_(-1)
-        ends = [min(row * longest, num_tokens) for row in range(num_rows + 1)]
-        views["query_start_loc"].copy_(torch.tensor(ends))
-        logits = self._logits(
-            views["input_ids"], views["positions"], self._context(views, 0), views["logits_index"]
-        )
-        self.sampler(logits, RowParameters(*(views[name] for name in RowParameters._fields)))
-
-    @torch.inference_mode()
-    def logits_of_equal_rows(self, num_rows: int, most_sampled: int) -> torch.Tensor:
-        """A step of so many equal rows of one token each, all through the prompts' attention kernel.
-
-        Logits [N, V] of the first rows, N at most most_sampled. Overwrites the first block.
-        """
-        views = self._zero_views(num_rows, num_rows, min(num_rows, most_sampled))
-        device = views["input_ids"].device
-        for i in range(len(self.windows)):
-            views[f"slot_mapping{i}"].fill_(self.cache.block_size)
-            views[f"block_tables{i}"].fill_(1)
-        views["context_lens"].fill_(1)
-        views["query_start_loc"].copy_(torch.arange(num_rows + 1, device=device))
-        views["logits_index"].copy_(torch.arange(len(views["logits_index"]), device=device))
-        return self._logits(
-            views["input_ids"], views["positions"], self._context(views, 0), views["logits_index"]
-        )
-
-    def _zero_views(self, num_tokens: int, num_rows: int, num_sampled: int) -> Views:
-        layout = layout_of(num_tokens, num_rows, num_sampled, self.blocks_per_row, self.windows)
-        return layout.tensors(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.loaded.device))
 
     # ---------------------------------------------------------------- steps that the device makes
 
@@ -287,7 +230,7 @@ class CudaRunner:
     def replay(self, shape: StepShape, inputs: StepInputs) -> OutputLayout:
         """Compute a step of decoding rows of the slots in state.rows, on the current stream."""
         assert shape.graph is not None and shape.graph.made
-        self.graphs[shape.graph].replay()
+        self.graphs.replay(shape.graph)
         if shape.graph.end is StepEnd.SAMPLED:
             return self.output_layout(shape.graph.size)
         assert self._logits_buffer is not None
@@ -304,7 +247,6 @@ class CudaRunner:
             raise AssertionError("the runner has no step function at the moment")
 
         self.graphs.clear()
-        self._pool = None
         self.forward = gone
 
     def capture(self, stream: torch.cuda.Stream) -> None:
@@ -317,17 +259,12 @@ class CudaRunner:
     @torch.inference_mode()
     def capture_one(self, key: GraphKey, stream: torch.cuda.Stream) -> None:
         """Capture one step. Nothing else may run on the device. What the host sent before is kept."""
-        rows = self.state.rows.clone()
         with torch.cuda.stream(stream):
+            rows = self.state.rows.clone()
             self.state.rows.fill_(self.num_slots)
             # Once without capture: kernels are compiled and libraries make their handles now.
             self.compute_padding(key)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            self._compute(key)
-        self._pool = graph.pool()
-        self.graphs[key] = graph
+        self.graphs.capture(key, lambda: self.compute(key), stream)
         with torch.cuda.stream(stream):
             self.state.rows.copy_(rows)
         stream.synchronize()
@@ -336,9 +273,9 @@ class CudaRunner:
         """What the graph will hold, once, for rows that nobody has."""
         if not key.made:
             _fill_with_padding(self._sent_views(key.size), self.num_slots)
-        self._compute(key)
+        self.compute(key)
 
-    def _compute(self, key: GraphKey) -> None:
+    def compute(self, key: GraphKey) -> None:
         """All of a captured step; its results go where `run` and `replay` find them."""
         if key.made:
             self._decode(key.size, key.end)
@@ -358,7 +295,7 @@ class CudaRunner:
         """All of a decode step of the slots state.rows[:size]; results go where `replay` finds them."""
         inputs = self.inputs.first(size)
         make_decode_inputs(self.state, inputs, self.cache.block_size, HEADER_WORDS)
-        logits = self._logits(
+        logits = self.logits(
             inputs.input_ids,
             inputs.positions,
             self._decode_context(inputs),

@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from pipeline.config import EngineConfig
-from pipeline.engine.cuda_runner import CudaRunner, GraphKey, StepEnd
+from pipeline.engine.cuda_graphs import GraphKey, StepEnd
+from pipeline.engine.cuda_runner import CudaRunner
 from pipeline.engine.cuda_sampler import CudaSampler
 from pipeline.engine.cuda_slots import CudaSlots
+from pipeline.engine.cuda_trials import logits_of_equal_rows, run_prompts
 from pipeline.engine.invariant_sizes import CANDIDATE_SIZES, find_invariant_sizes
 from pipeline.engine.kv_cache import KVCache, KVShape
 from pipeline.engine.step_buffers import layout_of
@@ -116,7 +118,7 @@ def _largest_steps(runner: CudaRunner, config: EngineConfig) -> int:
     """
     tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
     device = runner.loaded.device
-    prompts = _peak_of(lambda: runner.run_prompts(tokens, min(tokens, rows)), device)
+    prompts = _peak_of(lambda: run_prompts(runner, tokens, min(tokens, rows)), device)
     return prompts + _peak_of(lambda: _capture_largest(runner, config), device)
 
 
@@ -166,7 +168,7 @@ def _bound_by_host(runner: CudaRunner, num_tokens: int) -> bool:
         torch.cuda.synchronize(runner.loaded.device)
         began.record()
         started = time.perf_counter()
-        runner.run_prompts(num_tokens, min(num_tokens, runner.num_slots))
+        run_prompts(runner, num_tokens, min(num_tokens, runner.num_slots))
         host.append(time.perf_counter() - started)
         done.record()
         done.synchronize()
@@ -189,7 +191,7 @@ def _invariant_sizes(runner: CudaRunner, most: int) -> tuple[int, ...]:
     """Step sizes, ascending, at which rows get the bits that they get in steps of `most` tokens."""
     candidates = [most, *(size for size in reversed(CANDIDATE_SIZES) if size < most)]
     sampled = min(size for size in candidates if size >= runner.num_slots)
-    sizes = find_invariant_sizes(candidates, lambda size: runner.logits_of_equal_rows(size, sampled))
+    sizes = find_invariant_sizes(candidates, lambda size: logits_of_equal_rows(runner, size, sampled))
     if not sizes or sizes[0] < most:
         raise ValueError(
             "engine.determinism=bitwise: on this GPU equal rows of one step get different bits; use "

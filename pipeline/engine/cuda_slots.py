@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from pipeline.engine.batch import StepInputs
-from pipeline.engine.cuda_runner import CudaRunner, GraphKey, StepShape, pack
+from pipeline.engine.cuda_graphs import GraphKey
+from pipeline.engine.cuda_runner import CudaRunner, StepShape, pack
 from pipeline.engine.model_runner import StepOutput
 from pipeline.engine.slot_state import SlotMirror
 from pipeline.engine.step_buffers import StepLayout, fill

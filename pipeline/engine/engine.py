@@ -19,11 +19,10 @@ import torch
 from pipeline.config import Determinism, EngineConfig, EngineMode, ModelConfig
 from pipeline.engine.allocator import keep_freed_memory
 from pipeline.engine.batch import build_inputs
-from pipeline.engine.block_manager import BlockManager
-from pipeline.engine.block_tables import BlockGroup, BlockTables
 from pipeline.engine.feed import Feed
 from pipeline.engine.intake import refusal_of
-from pipeline.engine.kv_cache import GroupDemand, KVCache, KVShape, share_blocks
+from pipeline.engine.kv_cache import KVCache
+from pipeline.engine.kv_sizes import block_tables_of, kv_shape, num_blocks_of
 from pipeline.engine.model_runner import ModelRunner
 from pipeline.engine.sampler import Sampler
 from pipeline.engine.scheduler import Schedule, Scheduler, SchedulerCounters
@@ -104,12 +103,12 @@ class Engine:
             from pipeline.engine.cuda_setup import measure, set_up
 
             cuda_sampler = CudaSampler(loaded.vocab_size, logprobs=logprobs, num_topk=num_topk)
-            measured = measure(loaded, config, _kv_shape(loaded), layers, cuda_sampler, bitwise)
+            measured = measure(loaded, config, kv_shape(loaded), layers, cuda_sampler, bitwise)
         else:
             keep_freed_memory()
         gigabytes = measured.kv_gigabytes if on_gpu else config.kv_cache_gb
-        num_blocks = _num_blocks(loaded, config, layers, gigabytes)
-        self._blocks = _block_tables(loaded, config, num_blocks)
+        num_blocks = num_blocks_of(loaded, config, layers, gigabytes)
+        self._blocks = block_tables_of(loaded, config, num_blocks)
         self._table = SequenceTable(config.max_num_seqs, num_topk)
         self._scheduler = Scheduler(
             self._table,
@@ -124,7 +123,7 @@ class Engine:
         self._lookahead = config.lookahead or config.max_num_seqs * (4 if on_gpu else 1)
         self._records_logprobs = logprobs or num_topk > 0
         blocks_of_layer = {layer: num_blocks[window] for window in layers for layer in layers[window]}
-        cache = KVCache(_kv_shape(loaded), blocks_of_layer, config.block_size, loaded.device)
+        cache = KVCache(kv_shape(loaded), blocks_of_layer, config.block_size, loaded.device)
         # What the engine chose for itself at start, in words.
         self.about = measured.about if on_gpu else "layers transformers' modules"
         self._runner: ModelRunner | None = None
@@ -385,48 +384,6 @@ class Engine:
             return matcher.text[: matcher.found_at]
         stopped = sequence.finish_reason is FinishReason.STOP
         return self._decode((ids[:-1] if stopped else ids).tolist())
-
-
-def _kv_shape(loaded: LoadedModel) -> KVShape:
-    return KVShape(loaded.architecture.num_kv_heads, loaded.architecture.head_dim, loaded.dtype)
-
-
-def _num_blocks(
-    loaded: LoadedModel,
-    config: EngineConfig,
-    layers: Mapping[int | None, tuple[int, ...]],
-    gigabytes: float,
-) -> dict[int | None, int]:
-    """Blocks of each layer group: engine.num_blocks for each, or what so many GiB hold."""
-    if config.num_blocks is not None:
-        return dict.fromkeys(layers, config.num_blocks)
-    demands = {}
-    for window, group in layers.items():
-        longest = loaded.max_model_len
-        if window is not None:
-            longest = min(longest, window + config.max_num_batched_tokens + config.block_size)
-        blocks = -(-longest // config.block_size) + 1
-        # Twice what all slots can hold: the rest keeps prefixes that may be wanted again.
-        demands[window] = GroupDemand(len(group), 2 + 2 * config.max_num_seqs * blocks)
-    return share_blocks(demands, _kv_shape(loaded).bytes_per_block(config.block_size), gigabytes)
-
-
-def _block_tables(
-    loaded: LoadedModel, config: EngineConfig, num_blocks: Mapping[int | None, int]
-) -> BlockTables:
-    longest = -(-loaded.max_model_len // config.block_size)
-    return BlockTables(
-        [
-            BlockGroup(
-                window,
-                BlockManager(count, config.block_size),
-                config.max_num_seqs,
-                longest,
-                config.max_num_batched_tokens,
-            )
-            for window, count in num_blocks.items()
-        ]
-    )
 
 
 def resolve_determinism(config: EngineConfig, loaded: LoadedModel) -> Determinism:

@@ -24,8 +24,10 @@ if not torch.cuda.is_available() and not (_triton and _triton.knobs.runtime.inte
 from pipeline.engine.batch import StepInputs, build_inputs  # noqa: E402
 from pipeline.engine.block_manager import BlockManager  # noqa: E402
 from pipeline.engine.block_tables import BlockGroup, BlockTables  # noqa: E402
-from pipeline.engine.cuda_runner import CudaRunner, GraphKey, StepEnd, pack  # noqa: E402
+from pipeline.engine.cuda_graphs import GraphKey, StepEnd, StepGraphs  # noqa: E402
+from pipeline.engine.cuda_runner import CudaRunner, pack  # noqa: E402
 from pipeline.engine.cuda_sampler import CudaSampler  # noqa: E402
+from pipeline.engine.cuda_trials import logits_of_equal_rows  # noqa: E402
 from pipeline.engine.invariant_sizes import find_invariant_sizes  # noqa: E402
 from pipeline.engine.kv_cache import KVCache, KVShape  # noqa: E402
 from pipeline.engine.model_runner import StepOutput  # noqa: E402
@@ -41,15 +43,14 @@ from pipeline.request import Completion, Request, RowKey  # noqa: E402
 BLOCK_SIZE, NUM_SLOTS, MAX_TOKENS = 16, 3, 24
 
 
-class EagerGraph:
-    """Stands where a captured graph is: replaying computes."""
+class EagerGraphs(StepGraphs):
+    """Stands where captured graphs are: replaying computes."""
 
-    def __init__(self, runner: CudaRunner, key: GraphKey) -> None:
-        self._step = runner, key
+    def __init__(self, runner: CudaRunner) -> None:
+        self._runner = runner
 
-    def replay(self) -> None:
-        runner, key = self._step
-        runner._compute(key)
+    def replay(self, key: GraphKey) -> None:
+        self._runner.compute(key)
 
 
 class Driver:
@@ -87,11 +88,10 @@ class Driver:
             sent_sizes=(8, MAX_TOKENS) if graphs == "all" else (),
             invariant_sizes=(4, 16, 24) if bitwise else None,
         )
-        keys = [GraphKey(True, size, end) for size in self.runner.graph_sizes for end in StepEnd]
-        keys += [GraphKey(False, size, StepEnd.SAMPLED) for size in self.runner.sent_sizes]
-        for key in keys:
-            self.runner.compute_padding(key)
-            self.runner.graphs[key] = EagerGraph(self.runner, key)
+        self.runner.graphs = EagerGraphs(self.runner)
+        for size in self.runner.sent_sizes:
+            # As before a capture: what is left of it must not be taken for a row.
+            self.runner.compute_padding(GraphKey(False, size, StepEnd.SAMPLED))
         self.mirror = SlotMirror(NUM_SLOTS, len(self.windows), longest)
         self.loaded = loaded
         self.num_sent: list[int] = []
@@ -220,7 +220,7 @@ def test_bitwise_steps_take_one_way_for_all_rows_and_equal_the_cpu_engine() -> N
 @torch.inference_mode()
 def test_equal_rows_are_equal_wherever_they_stand() -> None:
     driver = Driver(wrap_model(random_model(family_config("qwen3"))), fused=True, graphs=False)
-    rows = driver.runner.logits_of_equal_rows(7, 5)
+    rows = logits_of_equal_rows(driver.runner, 7, 5)
     assert rows.shape[0] == 5 and rows.abs().sum() > 0
     torch.testing.assert_close(rows, rows[:1].expand_as(rows))
     assert find_invariant_sizes([4], lambda size: rows[:1].expand(size, -1)) == (4,)

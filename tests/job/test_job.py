@@ -20,6 +20,8 @@ from real_jobs import OWN_JOB, TINY_MODEL, CommandServer, Ended, questions, writ
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pipeline
+from pipeline import prepare
+from pipeline.config import Determinism, EngineConfig, JobConfig
 
 NUM_ROWS = 60
 STOP = 1
@@ -374,3 +376,17 @@ def test_two_jobs_in_one_process(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.count("none to do") == 2
     one, two = (keyed(pipeline.open_parts(tmp_path / name).to_table()) for name in ("one", "two"))
     assert one == two and len(one) == 12 * 4
+
+
+def test_bitwise_on_a_gpu_is_of_one_gpu_and_of_its_step_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the same row may get other last bits on another GPU, or padded to other sizes."""
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
+    config = JobConfig(source=None, prompt=None)
+    config.engine = EngineConfig(determinism=Determinism.bitwise, max_num_seqs=8, max_num_batched_tokens=64)
+    assert prepare._bitwise_steps(config, cuda) == {
+        "engine.bitwise_steps": "NVIDIA X, up to 64 tokens of 8 rows"
+    }
+    assert prepare._bitwise_steps(config, torch.device("cpu")) == {}
+    config.engine = EngineConfig(determinism=Determinism.fast)
+    assert prepare._bitwise_steps(config, cuda) == {}
