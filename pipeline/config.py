@@ -58,6 +58,19 @@ class Attention(str, Enum):
     flash_attention_3 = "flash_attention_3"
 
 
+class Requeue(str, Enum):
+    never = "never"
+    # The worker asks Slurm itself, as its last word.
+    scontrol = "scontrol"
+    # It ends with 85, for a script around it to ask: in a container there is no scontrol.
+    exit_code = "exit_code"
+
+
+class LauncherKind(str, Enum):
+    none = "none"
+    local = "local"
+
+
 class ChatMode(str, Enum):
     model = "model"
     none = "none"
@@ -212,6 +225,9 @@ class ModelConfig:
     # Prompt and completion together; null takes the configuration's max_position_embeddings.
     max_model_len: Optional[int] = None
     load_format: LoadFormat = LoadFormat.auto
+    # A folder on a disk of this machine: weights are copied there once, for all its processes, and read
+    # from there. Null: they are read from where they are.
+    stage_dir: Optional[str] = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -415,14 +431,22 @@ class OutputConfig:
     topk: int = 0
     topk_dtype: TopkDtype = TopkDtype.float16
     commit_interval_s: float = 5.0
+    # The same for a remote `dir` (s3://…), where each commit makes two objects.
+    upload_interval_s: float = 60.0
+    # For a remote `dir`: as fsspec takes them, and a folder on a disk of this machine for what waits to go
+    # up and for copies of parts; null: below the system's temporary folder.
+    storage_options: Any = None
+    stage_dir: Optional[str] = None
     max_part_bytes: int = 512 * 2**20
     # Generate again the rows that ended as errors.
     retry_errors: bool = False
 
     def __post_init__(self) -> None:
         _at_least("output.topk", self.topk, 0)
-        if not self.commit_interval_s >= 0:
-            raise ValueError(f"output.commit_interval_s={self.commit_interval_s} must be 0 or more seconds")
+        for name in ("commit_interval_s", "upload_interval_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"output.{name}={getattr(self, name)} must be 0 or more seconds")
+        mapping("output.storage_options", self.storage_options)
         _at_least("output.max_part_bytes", self.max_part_bytes, 1)
         if (self.logprobs or self.topk) and not self.completion_ids:
             raise ValueError(
@@ -442,6 +466,52 @@ class CostConfig:
             raise ValueError(f"cost.gpu_hour_usd={self.gpu_hour_usd} must be 0 or more dollars")
         if self.max_usd is not None and not self.max_usd > 0:
             raise ValueError(f"cost.max_usd={self.max_usd} must be more than 0, or null")
+
+
+@dataclass
+class ClusterConfig:
+    """How workers on one output.dir see each other. The defaults suit a shared file system."""
+
+    # Seconds between two signs of life.
+    heartbeat_s: float = 5.0
+    # A worker that gave none for so long, as another one's clock tells, loses its units.
+    lease_s: float = 60.0
+    # A worker gives none once its engine has stood still for so long; loading the model counts too.
+    stall_s: float = 600.0
+    # Least seconds between two looks at the others, for a worker that has nothing to do.
+    poll_s: float = 1.0
+    # Seconds this process may run; null: what Slurm says (SLURM_JOB_END_TIME), else no limit.
+    time_limit_s: Optional[float] = None
+    # Another life for this task of a Slurm array if its time was up with work left: how to ask for it, and
+    # how many lives before it, whatever ended them, are too many.
+    requeue: Requeue = Requeue.never
+    max_restarts: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_s", "lease_s", "stall_s", "poll_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"cluster.{name}={getattr(self, name)} must be more than 0 seconds")
+        _at_least("cluster.max_restarts", self.max_restarts, 0)
+        if self.lease_s < 3 * self.heartbeat_s:
+            raise ValueError(
+                f"cluster.lease_s={self.lease_s} must be at least three times cluster.heartbeat_s="
+                f"{self.heartbeat_s}, or the living are taken for dead: raise it, or lower the other"
+            )
+        if self.time_limit_s is not None and not self.time_limit_s > 0:
+            raise ValueError(f"cluster.time_limit_s={self.time_limit_s} must be more than 0, or null")
+
+
+@dataclass
+class LauncherConfig:
+    """How many processes one command line starts."""
+
+    # `none`: this one alone. `local`: workers on this machine that share the job.
+    kind: LauncherKind = LauncherKind.none
+    # Null: one for each visible GPU. On GPUs a smaller number leaves the last of them alone.
+    num_workers: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        _at_least("launcher.num_workers", self.num_workers, 1)
 
 
 @dataclass
@@ -491,6 +561,8 @@ class JobConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     seed: int = 0
 

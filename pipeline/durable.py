@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class NoHardLinks(ValueError):
+    """The file system cannot create a name atomically; says which key to look at."""
 
 
 class FullDisk(OSError):
@@ -75,18 +81,65 @@ def rename(source: Path, target: Path) -> None:
     os.replace(source, target)
 
 
+def link(source: Path, target: Path) -> None:
+    """Gives a file a second name. Raises FileExistsError if that is taken: of many, one succeeds."""
+    os.link(source, target)
+
+
+def remove(path: Path) -> None:
+    """Takes a file away, if it is there. What must be durable before is the caller's to know."""
+    path.unlink(missing_ok=True)
+
+
 def atomic_write(path: Path, data: bytes) -> None:
-    """The whole of `data` under this name, or what was there before, whatever happens in between."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)
+    """The whole of `data` under this name, or what was there before, whatever happens in between.
+
+    Several processes may write the same name at once: the last rename stays.
+    """
+    temporary = _write_temporary(path, data)
+    rename(temporary, path)
+    fsync_directory(path.parent)
+
+
+def atomic_create(path: Path, data: bytes) -> bool:
+    """The whole of `data` under a new name, durable. False if the name is taken: of many, one succeeds.
+
+    Needs no lock, and is atomic on network file systems too. Raises NoHardLinks where there are none.
+    """
+    temporary = _write_temporary(path, data)
+    try:
+        link(temporary, path)
+    except FileExistsError:
+        # a network file system may have lost the reply to a link that succeeded, and asked again
+        if os.stat(temporary).st_nlink < 2:
+            return False
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            raise NoHardLinks(
+                f"output.dir: the file system of {path.parent} cannot create a second name for a file "
+                f"({os.strerror(error.errno)}), by which workers agree on who does what: choose an "
+                "output.dir on another one (local disk, NFS, Lustre, GPFS …)"
+            ) from error
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(path.parent)
+    return True
+
+
+def _write_temporary(path: Path, data: bytes) -> Path:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = create(temporary)
     try:
         write(descriptor, data)
         fsync_file(descriptor)
+    except OSError:
+        # a full disk must not stay full of what nobody will read
+        temporary.unlink(missing_ok=True)
+        raise
     finally:
         os.close(descriptor)
-    rename(temporary, path)
-    fsync_directory(path.parent)
+    return temporary
 
 
 class DurableFile:

@@ -7,21 +7,27 @@ here, from cheap to dear, so that a mistake costs seconds and leaves nothing beh
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 import torch
 
 from pipeline import __version__
+from pipeline.cluster.claims import Claim, Claims
+from pipeline.cluster.join import join
+from pipeline.cluster.time_limit import TimeLimit
+from pipeline.cluster.workers import Member
 from pipeline.config import Determinism, JobConfig, TransformersEngineConfig
 from pipeline.engine import Engine
 from pipeline.engine.continuous_batching import runs_async
 from pipeline.engine.transformers_backend import TransformersEngine
 from pipeline.engine.transformers_limits import check_sampling
 from pipeline.input.filter import FilterError, RowFilter
-from pipeline.input.rows import Row, read_rows
+from pipeline.input.rows import Row, RowReader, read_rows
 from pipeline.input.source import InputIndex, Source, absolute, open_source
 from pipeline.models.identity import model_identity
 from pipeline.models.load import (
@@ -36,7 +42,7 @@ from pipeline.models.load import (
 from pipeline.models.transformers_model import inspect_for_transformers, load_for_transformers
 from pipeline.output.fingerprint import fingerprint
 from pipeline.output.plan import JobPlan
-from pipeline.output.progress import JobDirectory, Remaining
+from pipeline.output.progress import JobDirectory
 from pipeline.output.schema import carried_columns
 from pipeline.output.writer import OutputWriter
 from pipeline.prompts.prompts import PromptBuilder, longest_prompt
@@ -44,18 +50,23 @@ from pipeline.report.start_up import StartUp
 from pipeline.report.summary import ResolvedValue
 from pipeline.request import FinishReason, Refusal, Request, RowError, SamplingParams
 from pipeline.sampling import RowSampling, resolve_sampling
+from pipeline.store import open_store
 
 
 @dataclass(frozen=True)
 class PreparedJob:
-    """A job ready to run. Context manager: leaving it lets others work on the directory.
+    """A job ready to run, as `job.run_worker` takes it.
 
-    facts, sampling, first_prompt: what to tell the user at the start.
+    facts, sampling, first_prompt: what to tell the user at the start. started: since when this process costs
+    money, as time.time tells.
     """
 
     config: JobConfig
     directory: JobDirectory
-    remaining: Remaining
+    member: Member
+    claims: Claims
+    limit: TimeLimit
+    started: float
     facts: dict[str, object]
     sampling: list[ResolvedValue]
     first_prompt: str | None
@@ -70,15 +81,18 @@ class PreparedJob:
 
     @property
     def num_results(self) -> int:
-        """Results the whole job consists of: rows times samples."""
-        return self.directory.num_rows * self.directory.samples
+        """Results the whole job consists of."""
+        return self.directory.num_results
 
-    def requests(self) -> Iterator[Request]:
-        """What is still to do, in ordinal order, read and tokenised as it is asked for."""
-        rows = read_rows(self._source, self.directory.order, self.remaining.ranges(), self._columns)
-        return self._prompts.requests(
-            rows, self._params, self.remaining.samples, self._verdict, self._row_sampling
-        )
+    def requests(self, work: Iterable[Claim]) -> Iterator[Request]:
+        """What each claim lacks, in ordinal order, read and tokenised as it is asked for."""
+        reader = RowReader(self._source, self.directory.order, self._columns)
+        for claim in work:
+            rows = chain.from_iterable(reader.rows(wanted) for wanted in claim.ranges())
+            # one claim at a time: what is read of one must not wait for the next to be had
+            yield from self._prompts.requests(
+                rows, self._params, claim.samples, self._verdict, self._row_sampling
+            )
 
     def load_engine(self, start_up: StartUp) -> Engine | TransformersEngine:
         """The engine, ready for its first step. start_up: told when the model is there, and the engine."""
@@ -96,9 +110,15 @@ class PreparedJob:
         start_up.finished("engine")
         return made
 
-    def writer(self, worker: str, started: float) -> OutputWriter:
+    def writer(self) -> OutputWriter:
+        record = self.member.record
         return self.directory.writer(
-            self.config.output, self.remaining, worker, started, self.config.cost.gpu_hour_usd
+            self.config.output,
+            self.claims,
+            record.incarnation,
+            record.worker,
+            self.started,
+            record.gpu_hour_usd,
         )
 
     def _verdict(self, row: Row) -> Refusal | None:
@@ -114,18 +134,13 @@ class PreparedJob:
             return Refusal(FinishReason.ERROR, RowError("sampling_invalid", str(error)))
         return None
 
-    def __enter__(self) -> PreparedJob:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.directory.close()
-
-
-def prepare(config: JobConfig) -> PreparedJob:
-    """Find out all there is to know; make or resume the job directory last.
+def prepare(config: JobConfig, worker: str = "w0", started: float | None = None) -> PreparedJob:
+    """Find out all there is to know; make or join the job directory last.
 
     Raises ValueError or OSError naming key, value and remedy.
     """
+    started = time.time() if started is None else started
     asked = config.model.revision
     inspected = _inspect(_pinned(config))
     config = replace(config, model=inspected.config, source=absolute(config.source))
@@ -162,12 +177,15 @@ def prepare(config: JobConfig) -> PreparedJob:
     columns = _columns(config, index, prompts, row_filter)
     first_prompt = _first_prompt(config, source, index, columns, prompts)
 
-    directory = JobDirectory.open(config.output.dir, plan, index)
+    place = join(config, worker, started, plan, index)
     return PreparedJob(
         config=config,
-        directory=directory,
-        remaining=directory.remaining(config.output.retry_errors),
-        facts=_facts(config, inspected, directory),
+        directory=place.directory,
+        member=place.member,
+        claims=place.claims,
+        limit=place.limit,
+        started=started,
+        facts=_facts(config, inspected, place.directory),
         sampling=sampling,
         first_prompt=first_prompt,
         _source=source,
@@ -183,9 +201,10 @@ def prepare(config: JobConfig) -> PreparedJob:
 
 def _pinned(config: JobConfig) -> JobConfig:
     """A resumed job keeps the commit that it found at its first start, wherever a branch is by now."""
-    if not JobDirectory.has_output(config.output.dir):
+    store = open_store(config.output.dir, config.output.storage_options, config.output.stage_dir)
+    if not JobDirectory.has_output(config.output.dir, store):
         return config
-    plan = JobDirectory.load(config.output.dir).plan
+    plan = JobDirectory.load(config.output.dir, store).plan
     if plan.provenance.get("revision") != config.model.revision:
         # Another revision was asked for: if it is another commit, the fingerprints will differ.
         return config
@@ -202,10 +221,11 @@ def _inspect(config: JobConfig) -> InspectedModel:
 def _open_input(config: JobConfig, plan: JobPlan) -> tuple[Source, InputIndex]:
     """The source and its index: scanned once, at the job's first start."""
     stored = None
-    if JobDirectory.has_output(config.output.dir):
+    store = open_store(config.output.dir, config.output.storage_options, config.output.stage_dir)
+    if JobDirectory.has_output(config.output.dir, store):
         # Another source would show as changed files: the keys that differ say more.
-        JobDirectory.refuse_another(config.output.dir, plan)
-        stored = JobDirectory.stored_index(config.output.dir)
+        JobDirectory.refuse_another(config.output.dir, plan, store)
+        stored = JobDirectory.stored_index(config.output.dir, store)
     source = open_source(config.source, stored)
     if stored is not None:
         source.check(stored)

@@ -5,21 +5,31 @@ Everything is a function of the row, so that two runs of one job must give the s
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from pipeline import durable
+from pipeline.cluster.claims import Claims
+from pipeline.cluster.processes import Process
+from pipeline.cluster.watch import Watch
+from pipeline.cluster.work import Work
+from pipeline.cluster.workers import Member
 from pipeline.config import OutputConfig, ParquetSource
-from pipeline.input.rows import Row, read_rows
+from pipeline.input.rows import Row, RowReader
 from pipeline.input.source import BATCH_ROWS, Block, InputIndex, input_file
+from pipeline.output.layout import incarnations
 from pipeline.output.plan import JobPlan
 from pipeline.output.progress import JobDirectory
+from pipeline.output.writer import OutputWriter
 from pipeline.prompts.prompts import PromptRow
 from pipeline.request import Completion, FinishReason, Request, RowError, SamplingParams
 
@@ -123,6 +133,55 @@ def complete(row: Row, sample: int, failing: Callable[[int], bool] = lambda ordi
     )
 
 
+def gone() -> Process:
+    """A process that is over, as everybody on this machine can see."""
+    current = Process.current()
+    # above the largest that Linux gives
+    return dataclasses.replace(current, pid=2**22 + 1)
+
+
+@dataclass
+class Worker:
+    """One incarnation at work on a directory, in the caller's thread."""
+
+    directory: JobDirectory
+    member: Member
+    watch: Watch
+    claims: Claims
+    source: FakeSource
+    writer: OutputWriter
+
+    @classmethod
+    def on(
+        cls,
+        directory: JobDirectory,
+        source: FakeSource,
+        incarnation: str,
+        process: Process | None = None,
+        lease_s: float = 60.0,
+        max_part_bytes: int = 512 * 2**20,
+        clock: Callable[[], float] = time.monotonic,
+        **options: Any,
+    ) -> Worker:
+        """process: None stands for one that is over as soon as it is looked at. options: of Claims."""
+        store, path, name = directory.store, directory.path, incarnation.rpartition(".")[0] or incarnation
+        member = Member(store, path, name, process or gone(), incarnation=incarnation, clock=clock)
+        member.join()
+        watch = Watch(store, path, member, lease_s, clock)
+        claims = Claims(directory, member, watch, clock=clock, **options)
+        output = OutputConfig(dir=str(path), commit_interval_s=1e9, max_part_bytes=max_part_bytes)
+        writer = directory.writer(output, claims, incarnation, name)
+        return cls(directory, member, watch, claims, source, writer)
+
+    def rows(self) -> Iterator[tuple[Row, int]]:
+        """What there is to do for this worker, waiting where others decide."""
+        reader = RowReader(self.source, self.directory.order, self.directory.index.schema.names)
+        for claim in Work(self.claims):
+            for wanted in claim.ranges():
+                for row in reader.rows(wanted):
+                    yield from ((row, sample) for sample in claim.samples(row))
+
+
 @dataclass
 class Run:
     """One start of a job, for as many results as wanted, committing every few."""
@@ -143,27 +202,26 @@ class Run:
         Returns the (ordinal, sample) that were generated.
         """
         self.acknowledged = 0
+        # each start is an incarnation of its own: w0, w1, ...
+        incarnation = f"w{len(incarnations(self.path))}"
         index = JobDirectory.stored_index(self.path) or self.source.scan()
         directory = JobDirectory.open(self.path, self.plan, index)
-        output = OutputConfig(dir=str(self.path), commit_interval_s=1e9, max_part_bytes=self.max_part_bytes)
-        remaining = directory.remaining(self.retry_errors)
-        writer = directory.writer(output, remaining)
-        columns = directory.index.schema.names
-        made: list[tuple[int, int]] = []
+        options = {"retry_errors": self.retry_errors, "max_part_bytes": self.max_part_bytes}
+        with durable.full_disk_named(self.path):
+            worker = Worker.on(directory, self.source, incarnation, **options)
+        writer, made = worker.writer, list[tuple[int, int]]()
         try:
-            for row in read_rows(self.source, directory.order, remaining.ranges(), columns):
-                for sample in remaining.samples(row):
-                    if len(made) == stop_after:
-                        return made
-                    writer.append(complete(row, sample, self.failing))
-                    made.append((row.ordinal, sample))
-                    if len(made) % self.commit_every == 0:
-                        writer.commit()
+            for row, sample in worker.rows():
+                if len(made) == stop_after:
+                    return made
+                assert writer.append(complete(row, sample, self.failing))
+                made.append((row.ordinal, sample))
+                if len(made) % self.commit_every == 0:
+                    writer.commit()
             writer.close()
             return made
         finally:
             self.acknowledged = writer.num_committed
-            directory.close()
 
 
 class Crash(BaseException):
@@ -176,7 +234,7 @@ class Disk:
     `power_cut` then takes away what no fsync had made durable: the tails of files, and whole new names.
     """
 
-    STEPS = ("create", "write", "fsync_file", "fsync_directory", "rename")
+    STEPS = ("create", "write", "fsync_file", "fsync_directory", "rename", "link")
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path, crash_at: int | None = None) -> None:
         self.steps: list[str] = []
@@ -197,8 +255,8 @@ class Disk:
                 self._synced[path] = path.stat().st_size
             if name == "fsync_directory":
                 self._named.update(Path(str(arguments[0])).iterdir())
-            if name == "rename":
-                self._synced[Path(str(arguments[1]))] = self._synced.pop(Path(str(arguments[0])), 0)
+            if name in ("rename", "link"):
+                self._synced[Path(str(arguments[1]))] = self._synced.get(Path(str(arguments[0])), 0)
             self._tick(name, "after")
             return result
 
@@ -211,7 +269,9 @@ class Disk:
         self.steps.append(f"{when} {name}")
 
     def power_cut(self) -> None:
-        for path in [path for folder in ("parts", "journal") for path in (self._root / folder).glob("*")]:
+        folders = ("parts", "journal", "leases", "workers")
+        files = [path for folder in folders for path in (self._root / folder).rglob("*") if path.is_file()]
+        for path in files:
             if path in self._before:
                 continue
             if path not in self._named:

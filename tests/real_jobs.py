@@ -251,7 +251,7 @@ def _become(order: dict[str, Any]) -> None:
         os._exit(code)
 
 
-_DURABLE = ("create", "write", "fsync_file", "fsync_directory", "rename")
+_DURABLE = ("create", "write", "fsync_file", "fsync_directory", "rename", "link")
 
 
 def _kill_at_step(number: int) -> None:

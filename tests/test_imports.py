@@ -22,10 +22,13 @@ ARROWS = {
     "request": set(),
     "timeline": set(),
     "durable": set(),
+    "store": {"durable", "stores"},
+    "stores": set(),
     "input": {"config", "request", "durable"},
     "prompts": {"config", "request", "input"},
-    "output": {"config", "request", "durable", "input"},
-    "cluster": {"config", "request"},
+    "output": {"config", "request", "durable", "store", "stores", "input"},
+    # What is left to do and whose it is, is read from the output.
+    "cluster": {"config", "request", "durable", "store", "input", "output"},
     # What status says is read from the journals.
     "report": {"config", "request", "timeline", "output"},
     "kernels": {"config", "request"},
@@ -33,8 +36,12 @@ ARROWS = {
     "engine": {"config", "request", "timeline", "models", "kernels"},
     "bench": {"config", "request", "models", "engine", "report"},
     "sampling": {"config", "request", "input", "report"},
-    "prepare": {"config", "request", "input", "prompts", "output", "engine", "models", "report", "sampling"},
-    "job": {"config", "request", "prompts", "output", "engine", "cluster", "report", "prepare"},
+    "prepare": {
+        *("config", "request", "input", "prompts", "output", "cluster", "engine", "models", "report"),
+        *("sampling", "store"),
+    },
+    "worker_job": {"config", "request", "timeline", "output", "cluster", "report"},
+    "job": {"config", "prompts", "output", "cluster", "report", "prepare", "worker_job"},
 }
 # What each room may not import of others'. A file's own entry adds to its room's.
 FORBIDDEN = {
@@ -49,7 +56,8 @@ FORBIDDEN = {
     "bench": {"hydra", "omegaconf", "datasets", "pyarrow"},
     "config": {"torch", "hydra", "omegaconf", "numpy"},
     "request": {"torch", "hydra", "omegaconf"},
-    "job": {"hydra", "omegaconf"},
+    "job": {"torch", "hydra", "omegaconf"},
+    "worker_job": {"torch", "hydra", "omegaconf"},
     "prepare": {"hydra", "omegaconf"},
     "sampling": {"torch", "hydra", "omegaconf"},
     "engine/scheduler.py": {"torch", "transformers"},

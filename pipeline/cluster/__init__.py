@@ -1,1 +1,1 @@
-"""How a worker lives among others: signals it obeys."""
+"""Many workers on one job: who does what, who is alive, who goes on where another ended. No torch."""

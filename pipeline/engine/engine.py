@@ -174,12 +174,16 @@ class Engine:
         return self._recorder.timeline if self._recorder else None
 
     def generate(
-        self, requests: Iterable[Request], should_stop: Callable[[], bool] = lambda: False
+        self,
+        requests: Iterable[Request],
+        should_stop: Callable[[], bool] = lambda: False,
+        wanted: Callable[[Request, int], bool] = lambda request, sample: True,
     ) -> Iterator[Completion]:
         """Yield every sample of every request as it finishes.
 
         requests are pulled lazily, a batch ahead. should_stop is asked once a step; when it says yes,
         or the iterator is closed early, what is in flight is dropped and the engine can be used again.
+        wanted is asked of a request and a sample when it is let in; if it is not, nothing comes of it.
         One generate at a time: a second raises RuntimeError.
         """
         if self._slots is not None:
@@ -189,7 +193,7 @@ class Engine:
         self._recorder = self._make_recorder(self._slots)
         try:
             with self._slots, self._clock:
-                for completion in self._loop(Feed(requests), should_stop):
+                for completion in self._loop(Feed(requests), should_stop, wanted):
                     # Whatever goes on after the yield enters its own phase.
                     self._clock.enter("consumer")
                     yield completion
@@ -228,7 +232,9 @@ class Engine:
         mode = EngineMode.async_ if self._overlaps else EngineMode.sync
         return WindowRecorder(self._clock, slots, mode.value, self._cuda is not None, window)
 
-    def _loop(self, feed: Feed, should_stop: Callable[[], bool]) -> Iterator[Completion]:
+    def _loop(
+        self, feed: Feed, should_stop: Callable[[], bool], wanted: Callable[[Request, int], bool]
+    ) -> Iterator[Completion]:
         assert self._slots is not None and self._recorder is not None
         clock = self._clock
         in_flight: _Launched | None = None
@@ -237,7 +243,7 @@ class Engine:
             self._recorder.turn(num_launched, num_launched - (in_flight is not None))
             yield from self._take_in(feed)
             clock.enter("schedule")
-            schedule = self._scheduler.schedule()
+            schedule = self._scheduler.schedule(lambda sequence: wanted(sequence.request, sequence.sample))
             launched = None
             try:
                 if schedule is not None:

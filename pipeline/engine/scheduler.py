@@ -13,6 +13,7 @@ Shapes: R = rows (sequences) of a step, K = alternatives per token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
@@ -119,8 +120,11 @@ class Scheduler:
 
     # ---------------------------------------------------------------- planning
 
-    def schedule(self) -> Schedule | None:
-        """Plan the next step; None when nothing can run before a result comes back."""
+    def schedule(self, wanted: Callable[[Sequence], bool] = lambda sequence: True) -> Schedule | None:
+        """Plan the next step; None when nothing can run before a result comes back.
+
+        wanted: asked of each sequence at its admission; one that is no longer wanted is forgotten.
+        """
         decoding, prefilling = self._runnable()
         runnable = np.concatenate([decoding, np.array(prefilling, np.int64)])
         self.blocks.slide(runnable, self.table.scheduled[runnable])
@@ -130,7 +134,7 @@ class Scheduler:
         decoding = decoding[self.table.running[decoding]]
         budget = self.max_num_batched_tokens - len(decoding)
         chunks = self._continue_prefills(prefilling, budget)
-        self._admit(chunks, budget - sum(chunks.values()))
+        self._admit(chunks, budget - sum(chunks.values()), wanted)
         return self._commit(decoding, chunks)
 
     def _runnable(self) -> tuple[np.ndarray, list[int]]:
@@ -182,7 +186,7 @@ class Scheduler:
             self._preempt_youngest()
         return {}
 
-    def _admit(self, chunks: dict[int, int], budget: int) -> None:
+    def _admit(self, chunks: dict[int, int], budget: int, wanted: Callable[[Sequence], bool]) -> None:
         """Let waiting sequences in, first come first served, while slots, tokens and memory last."""
         t = self.table
         # Rows are let in several at a time: each step with a prompt in it is dearer than one without.
@@ -197,6 +201,8 @@ class Scheduler:
             if not self.blocks.can_admit(promised, known, prefix, t.running) and t.running.any():
                 return
             self._waiting.pop()
+            if not wanted(sequence):
+                continue
             slot = self._place(sequence, prefix, promised)
             chunk = min(int(t.length[slot] - t.scheduled[slot]), budget)
             taken = self.blocks.cover(slot, int(t.scheduled[slot]) + chunk)

@@ -10,6 +10,7 @@ the manager, `transformers_limits.py` what is refused.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +33,7 @@ _TURN_S = 0.02
 @dataclass(frozen=True)
 class TransformersStats:
     """A snapshot. num_waiting: rows handed over that do not run yet. kv_use: share of the cache in use.
-
-    num_steps: of the manager that runs, 0 without one.
+    busy_seconds: time with rows in flight. num_steps: of the manager that runs, 0 without one.
     """
 
     num_running: int
@@ -41,6 +41,7 @@ class TransformersStats:
     kv_use: float
     prompt_tokens: int
     completion_tokens: int
+    busy_seconds: float
     num_steps: int
 
 
@@ -73,6 +74,7 @@ class TransformersEngine:
         self._num_submitted = 0
         self._prompt_tokens = 0
         self._completion_tokens = 0
+        self._busy_s = 0.0
 
     @classmethod
     def from_pretrained(
@@ -96,6 +98,7 @@ class TransformersEngine:
             kv_use=self._batching.kv_use if self._batching else 0.0,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
+            busy_seconds=self._busy_s,
             num_steps=self._batching.num_steps if self._batching else 0,
         )
 
@@ -114,12 +117,16 @@ class TransformersEngine:
                 self._batching = None
 
     def generate(
-        self, requests: Iterable[Request], should_stop: Callable[[], bool] = lambda: False
+        self,
+        requests: Iterable[Request],
+        should_stop: Callable[[], bool] = lambda: False,
+        wanted: Callable[[Request, int], bool] = lambda request, sample: True,
     ) -> Iterator[Completion]:
         """Yield every sample of every request as it finishes.
 
         requests are pulled lazily, a batch ahead. When should_stop says yes, or the iterator is closed
-        early, what is in flight is dropped and the engine can be used again. RuntimeError when
+        early, what is in flight is dropped and the engine can be used again. wanted is asked of a request
+        and a sample before it is handed over; if it is not, nothing comes of it. RuntimeError when
         transformers' engine dies: rows that ended before have been yielded, the others have not.
         One generate at a time: a second raises RuntimeError.
         """
@@ -130,25 +137,36 @@ class TransformersEngine:
             with contextlib.nullcontext() if self._batching else self.session():
                 assert self._batching is not None
                 try:
-                    yield from self._loop(self._batching, Feed(requests), should_stop)
+                    yield from self._loop(self._batching, Feed(requests), should_stop, wanted)
                 finally:
                     self._batching.cancel(self._in_flight)
                     self._in_flight.clear()
         finally:
             self._is_generating = False
 
-    def _loop(self, rows: Batching, feed: Feed, should_stop: Callable[[], bool]) -> Iterator[Completion]:
+    def _loop(
+        self,
+        rows: Batching,
+        feed: Feed,
+        should_stop: Callable[[], bool],
+        wanted: Callable[[Request, int], bool],
+    ) -> Iterator[Completion]:
         while not should_stop():
-            yield from self._take_in(rows, feed)
+            yield from self._take_in(rows, feed, wanted)
             if not self._in_flight:
-                assert feed.exhausted
-                return
+                if feed.exhausted:
+                    return
+                continue
+            began = time.perf_counter()
             generated = rows.next(_TURN_S)
+            self._busy_s += time.perf_counter() - began
             # In a session, what an earlier generate dropped may still come.
             if generated is not None and generated.name in self._in_flight:
                 yield self._completion(generated)
 
-    def _take_in(self, rows: Batching, feed: Feed) -> Iterator[Completion]:
+    def _take_in(
+        self, rows: Batching, feed: Feed, wanted: Callable[[Request, int], bool]
+    ) -> Iterator[Completion]:
         """Pull requests until as many rows wait as run; hand back those that cannot run."""
         while len(self._in_flight) < 2 * self.config.max_num_seqs:
             request = feed.next(may_wait=not self._in_flight)
@@ -157,14 +175,16 @@ class TransformersEngine:
             refusal = refusal_of(request, self.loaded) or self._refusal(request)
             if refusal is None:
                 # Whatever would break the manager breaks all of its rows, so nothing such gets here.
-                self._submit(rows, request)
+                self._submit(rows, request, wanted)
                 continue
             for sample in request.samples:
                 yield Completion(request, sample, refusal.finish_reason, error=refusal.error)
 
-    def _submit(self, rows: Batching, request: Request) -> None:
+    def _submit(self, rows: Batching, request: Request, wanted: Callable[[Request, int], bool]) -> None:
         prompt, stop_ids = request.prompt_ids.tolist(), self._stop_ids(request.params)
         for sample in request.samples:
+            if not wanted(request, sample):
+                continue
             name = str(self._num_submitted)
             self._num_submitted += 1
             self._in_flight[name] = (request, sample)

@@ -186,6 +186,12 @@ class Units(Sequence[Unit]):
         start = int(self._starts[span]) + (number - before) * int(self._steps[span])
         return Unit(number, start, min(start + int(self._steps[span]), int(self._stops[span])))
 
+    def starts(self) -> np.ndarray:
+        """The first ordinal of each unit, and the end of the last: int64 [len(self) + 1]."""
+        spans = zip(self._starts, self._stops, self._steps, strict=True)
+        begins = [np.arange(start, stop, step, dtype=np.int64) for start, stop, step in spans]
+        return np.concatenate([*begins, [self._stops[-1] if begins else 0]]).astype(np.int64)
+
     def numbers(self, ordinals: np.ndarray) -> np.ndarray:
         """The unit of each ordinal: int64, as many as given."""
         ordinals = np.asarray(ordinals, np.int64)

@@ -90,6 +90,9 @@ class InputIndex:
 
     def save(self, path: str | Path) -> None:
         """Write the index so that it is either all there under `path` or not at all."""
+        durable.atomic_write(Path(path), self.encode())
+
+    def encode(self) -> bytes:
         schema = base64.b64encode(self.schema.serialize().to_pybytes())
         table = pa.table(
             {
@@ -110,12 +113,16 @@ class InputIndex:
         out = pa.BufferOutputStream()
         with pa.ipc.new_file(out, table.schema) as writer:
             writer.write_table(table)
-        durable.atomic_write(Path(path), out.getvalue().to_pybytes())
+        data: bytes = out.getvalue().to_pybytes()
+        return data
 
     @classmethod
     def load(cls, path: str | Path) -> InputIndex:
-        with pa.OSFile(str(path)) as source:
-            table = pa.ipc.open_file(source).read_all()
+        return cls.decode(Path(path).read_bytes())
+
+    @classmethod
+    def decode(cls, data: bytes) -> InputIndex:
+        table = pa.ipc.open_file(pa.py_buffer(data)).read_all()
         metadata = {key.decode(): text.decode() for key, text in table.schema.metadata.items()}
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(metadata.pop("schema"))))
         columns = table.to_pydict()

@@ -5,7 +5,8 @@ Knows: one commit at a time. Refuses to know: whether all commits together make 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import groupby
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,8 @@ import pyarrow.compute as pc
 
 from pipeline.output import journal
 from pipeline.output.journal import Commit, Totals
-from pipeline.output.layout import journal_path
+from pipeline.output.layout import journal_path, part_path
+from pipeline.output.ledger import CommitRef, Ledger
 from pipeline.output.progress import JobDirectory
 from pipeline.output.stored import StoredRows
 from pipeline.request import FinishReason
@@ -21,29 +23,46 @@ from pipeline.request import FinishReason
 _REASONS = pa.array([reason.value for reason in FinishReason])
 
 
-def commit_problems(directory: JobDirectory, stored: StoredRows) -> Iterator[str]:
-    """What is wrong with single commits, a line each that names part and commit."""
-    refs = stored.ledger.all_commits()
-    for number, part in enumerate(stored.ledger.parts):
-        path = journal_path(directory.path, part.header.part)
+def commit_problems(
+    directory: JobDirectory, stored: StoredRows, deleted: Collection[str] = ()
+) -> Iterator[str]:
+    """What is wrong with single commits, a line each that names part and commit.
+
+    deleted: parts that need not be there, since their rows were published.
+    """
+    for number, (part, refs) in enumerate(zip(stored.ledger.parts, _by_part(stored.ledger), strict=True)):
+        name = part.header.part
+        if name in deleted and not directory.store.exists(part_path(directory.path, name)):
+            continue
         try:
             if not stored.files.schema(number).equals(directory.schema.arrow):
-                yield f"part {part.header.part} has other columns than the job writes"
+                yield f"part {name} has other columns than the job writes"
         except (ValueError, OSError) as error:
             yield str(error)
         before = Totals()
-        for entry in journal.read(path):
-            if not isinstance(entry, Commit):
-                continue
-            ref = next(refs)
-            where = f"part {part.header.part}, commit {entry.seq}"
+        entries = journal.read(journal_path(directory.path, name), directory.store)
+        commits = (entry for entry in entries if isinstance(entry, Commit))
+        # a job that goes on may have committed more by now
+        for ref, commit in zip(refs, commits, strict=False):
             try:
                 batch = stored.files.read(ref)
-                problems = list(_batch_problems(directory, batch, entry, entry.totals - before))
+                problems = list(_batch_problems(directory, batch, commit, commit.totals - before))
             except (ValueError, OSError) as error:
                 problems = [str(error)]
-            yield from (f"{where}: {problem}" for problem in problems)
-            before = entry.totals
+            yield from (f"part {name}, commit {commit.seq}: {problem}" for problem in problems)
+            before = commit.totals
+
+
+def _by_part(ledger: Ledger) -> Iterator[list[CommitRef]]:
+    """The commits of each part in turn."""
+    groups = groupby(ledger.all_commits(), key=lambda ref: ref.part)
+    ahead = next(groups, None)
+    for number in range(len(ledger.parts)):
+        if ahead is None or ahead[0] != number:
+            yield []
+            continue
+        yield list(ahead[1])
+        ahead = next(groups, None)
 
 
 def _batch_problems(

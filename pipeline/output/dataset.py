@@ -1,30 +1,28 @@
-"""The files of a finished dataset: Arrow shards that `datasets` opens, Parquet, metadata, card.
+"""A finished dataset: its files' names, the metadata that `datasets` opens it by, and how it is read back.
 
-Knows: their names and forms, and how to read them back. Refuses to know: parts, units, journals. No byte
-here depends on anything but the schema and the rows.
+Knows: both forms, and how pieces become one folder. Refuses to know: parts, units, journals. No byte here
+depends on anything but the schema, the rows, where pieces begin, and the size of shards.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import durable
 from pipeline.output.schema import PROVENANCE
+from pipeline.output.shards import ARROW, BATCH_ROWS, PARQUET, Shard, ShardWriter
 
-# Rows of a record batch, and of a Parquet row group: what `datasets` itself writes.
-BATCH_ROWS = 1000
-_SHARD_BYTES = 512 * 2**20
 _STATE = "state.json"
 _INFO = "dataset_info.json"
-_PARQUET = "parquet"
+_PREFIX = "data-"
 
 
 class DatasetFormat(str, Enum):
@@ -32,110 +30,90 @@ class DatasetFormat(str, Enum):
     parquet = "parquet"
     both = "both"
 
-
-def rebatch(tables: Iterable[pa.Table], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of BATCH_ROWS, the last fewer, whatever the tables' sizes were."""
-    waiting: list[pa.Table] = []
-    num_waiting = 0
-    for table in tables:
-        waiting.append(table)
-        num_waiting += table.num_rows
-        while num_waiting >= BATCH_ROWS:
-            whole = pa.concat_tables(waiting)
-            yield _batch(whole.slice(0, BATCH_ROWS), schema)
-            waiting, num_waiting = [whole.slice(BATCH_ROWS)], num_waiting - BATCH_ROWS
-    if num_waiting:
-        yield _batch(pa.concat_tables(waiting), schema)
+    @property
+    def forms(self) -> tuple[str, ...]:
+        return (ARROW, PARQUET) if self is DatasetFormat.both else (self.value,)
 
 
-def _batch(table: pa.Table, schema: pa.Schema) -> pa.RecordBatch:
-    batches = table.combine_chunks().to_batches()
-    assert len(batches) == 1, "rows of one batch overflow an Arrow offset"
-    # a copy without offsets and leftovers, so that equal rows are equal bytes
-    copy = batches[0].take(pa.array(range(table.num_rows), pa.int64()))
-    return pa.RecordBatch.from_arrays(copy.columns, schema=schema)
+@dataclass(frozen=True)
+class Sharding:
+    """How rows are cut into files. Raises ValueError for what cannot be.
+
+    shard_bytes: a file that has grown so large is ended. range_rows: a new file begins with the unit that
+    comes first after each multiple of so many results; what lies between is published as one.
+    """
+
+    form: DatasetFormat = DatasetFormat.arrow
+    shard_bytes: int = 512 * 2**20
+    range_rows: int = 2**17
+
+    def __post_init__(self) -> None:
+        for option, value in (("--shard-bytes", self.shard_bytes), ("--range-rows", self.range_rows)):
+            if value < 1:
+                raise ValueError(f"{option}={value} leaves no room for a row: give a number above 0")
+
+    def options(self) -> str:
+        """As they are given on a command line."""
+        return f"--format {self.form.value} --shard-bytes {self.shard_bytes} --range-rows {self.range_rows}"
 
 
-@dataclass
-class _Shards:
-    """Writes batches into numbered files; a file that grew beyond the limit is the last of its number."""
+@dataclass(frozen=True)
+class ReadyPiece:
+    """A piece whose files lie there as they are to be: path and shard, by form."""
 
-    folder: Path
-    schema: pa.Schema
-    suffix: str
-    num_rows: int = 0
-    paths: list[Path] = field(default_factory=list)
-    _file: durable.DurableFile | None = None
-    _writer: Any = None
+    files: Mapping[str, Sequence[tuple[Path, Shard]]]
 
-    def write(self, batch: pa.RecordBatch) -> None:
-        if self._file is not None and self._file.size >= _SHARD_BYTES:
-            self._end_file()
-        self._require_file()
-        if self.suffix == "arrow":
-            self._writer.write_batch(batch)
-        else:
-            self._writer.write_table(pa.Table.from_batches([batch]), row_group_size=BATCH_ROWS)
-        self.num_rows += batch.num_rows
 
-    def close(self) -> list[Path]:
-        """Ends the last file (there is always one) and gives all their final names."""
-        self._require_file()
-        self._end_file()
-        count = len(self.paths)
-        final = [self.folder / f"data-{i:05d}-of-{count:05d}.{self.suffix}" for i in range(count)]
-        for path, name in zip(self.paths, final, strict=True):
-            durable.rename(path, name)
-        durable.fsync_directory(self.folder)
-        return final
-
-    def abandon(self) -> None:
-        if self._file is not None:
-            self._file.abandon()
-
-    def _require_file(self) -> None:
-        if self._file is not None:
-            return
-        self.folder.mkdir(exist_ok=True)
-        path = self.folder / f"data-{len(self.paths):05d}.{self.suffix}"
-        self.paths.append(path)
-        self._file = durable.DurableFile(path)
-        if self.suffix == "arrow":
-            self._writer = pa.ipc.new_stream(self._file, self.schema)
-        else:
-            self._writer = pq.ParquetWriter(self._file, self.schema, compression="zstd")
-
-    def _end_file(self) -> None:
-        assert self._file is not None
-        self._writer.close()
-        self._file.close()
-        self._file = self._writer = None
+Piece: TypeAlias = ReadyPiece | Iterable[pa.RecordBatch]
 
 
 def write_dataset(
-    folder: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], form: DatasetFormat, identity: str
+    folder: Path, schema: pa.Schema, pieces: Iterable[Piece], sharding: Sharding, identity: str
 ) -> tuple[int, list[Path]]:
     """Writes rows and metadata into a new folder; returns the number of rows and the data files.
 
-    identity: what the dataset is, as a hash; `datasets` keys its caches by it.
+    Each piece begins new files. identity: what the dataset is, as a hash; `datasets` keys its caches by it.
     """
-    shards = []
-    if form is not DatasetFormat.parquet:
-        shards.append(_Shards(folder, schema, "arrow"))
-    if form is not DatasetFormat.arrow:
-        shards.append(_Shards(folder / _PARQUET, schema, "parquet"))
+    folders = {ARROW: folder, PARQUET: folder / PARQUET}
+    writers = [
+        ShardWriter(folders[form], schema, form, sharding.shard_bytes, _PREFIX)
+        for form in sharding.form.forms
+    ]
     try:
-        for batch in batches:
-            for writer in shards:
-                writer.write(batch)
-        files = [writer.close() for writer in shards]
+        for piece in pieces:
+            _write_piece(writers, piece)
+        files = [_name_files(folders[writer.form], writer.close()) for writer in writers]
     except BaseException:
-        for writer in shards:
+        for writer in writers:
             writer.abandon()
         raise
-    if form is not DatasetFormat.parquet:
+    if ARROW in sharding.form.forms:
         _write_metadata(folder, [path.name for path in files[0]], identity)
-    return shards[0].num_rows, [path for paths in files for path in paths]
+    return writers[0].num_rows, [path for paths in files for path in paths]
+
+
+def _write_piece(writers: list[ShardWriter], piece: Piece) -> None:
+    if isinstance(piece, ReadyPiece):
+        for writer in writers:
+            for path, shard in piece.files[writer.form]:
+                writer.adopt(path, shard)
+        return
+    for batch in piece:
+        for writer in writers:
+            writer.write(batch)
+    for writer in writers:
+        writer.end_shard()
+
+
+def _name_files(folder: Path, shards: list[Shard]) -> list[Path]:
+    """Gives shards their last names, which say how many there are."""
+    final = []
+    for number, shard in enumerate(shards):
+        suffix = shard.name.rpartition(".")[2]
+        final.append(folder / f"{_PREFIX}{number:05d}-of-{len(shards):05d}.{suffix}")
+        durable.rename(folder / shard.name, final[-1])
+    durable.fsync_directory(folder)
+    return final
 
 
 def _write_metadata(folder: Path, shards: list[str], identity: str) -> None:
@@ -193,8 +171,8 @@ def dataset_files(folder: Path) -> list[DatasetFiles]:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{folder / _STATE} is damaged ({error})") from error
         found.append(DatasetFiles(tuple(folder / name for name in names), DatasetFormat.arrow))
-    if (folder / _PARQUET).is_dir():
-        paths = tuple(sorted((folder / _PARQUET).glob("*.parquet")))
+    if (folder / PARQUET).is_dir():
+        paths = tuple(sorted((folder / PARQUET).glob("*.parquet")))
         found.append(DatasetFiles(paths, DatasetFormat.parquet))
     for files in found:
         missing = [str(path) for path in files.paths if not path.exists()]

@@ -23,10 +23,15 @@ Fingerprint: TypeAlias = dict[str, Any]
 NEUTRAL = (
     "output.dir",
     "output.commit_interval_s",
+    "output.upload_interval_s",
+    "output.storage_options",
+    "output.stage_dir",
     "output.max_part_bytes",
     "output.retry_errors",
     "cost.",
     "report.",
+    "cluster.",
+    "launcher.",
     "bench.",
     "prompt.prefetch_rows",
     "source.storage_options",
@@ -35,6 +40,7 @@ NEUTRAL = (
     "model.gguf_file",
     "model.adapter",
     "model.tokenizer",
+    "model.stage_dir",
     # the grain of resume: a job keeps the one it started with
     "source.unit_rows",
     "source.allow_append",

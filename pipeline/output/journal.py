@@ -3,7 +3,7 @@
 Knows: the lines' form, how they are appended and how they are read back, in whole or only the end.
 Refuses to know: Arrow, rows, the job. Times in here are for people; nothing is ordered by them.
 
-    {"kind": "header", "part": ..., "worker": ..., "epoch": ..., "fingerprint": ..., "offset": ...}
+    {"kind": "header", "part": ..., "incarnation": ..., "worker": ..., "fingerprint": ..., "offset": ...}
     {"kind": "commit", "seq": 0, "offset": ..., "rows": ..., "sha256": ..., "units": [[unit, rows, ...]], ...}
     {"kind": "closed", "offset": ..., "time": ...}
 
@@ -13,17 +13,19 @@ ValueError with file and line.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from pipeline import durable
+from pipeline.store import Store, open_store
 
 _TAIL_BYTES = 64 * 1024
+# More than a header ever takes: names, hashes, a few numbers.
+_HEADER_BYTES = 16 * 1024
 
 
 class UnitRows(NamedTuple):
@@ -59,15 +61,15 @@ def astuple(totals: Totals) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Header:
-    """Whose part this is. `epoch` counts the starts of the job: a retried row of a later one wins.
+    """Whose part this is.
 
     offset, sha256: end and hash of the schema at the part's beginning. started: when the process began
     to cost money, for the first part of a process, else when the part began.
     """
 
     part: str
+    incarnation: str
     worker: str
-    epoch: int
     fingerprint: str
     schema: str
     offset: int
@@ -119,7 +121,7 @@ def decode(line: bytes) -> Entry:
     if cls is Commit:
         fields["units"] = tuple(UnitRows(*(_integer(value) for value in unit)) for unit in fields["units"])
         fields["totals"] = Totals(**{name: _integer(value) for name, value in fields["totals"].items()})
-    for name in ("epoch", "seq", "offset", "rows"):
+    for name in ("seq", "offset", "rows"):
         if name in fields:
             _integer(fields[name])
     entry: Entry = cls(**fields)
@@ -132,22 +134,46 @@ def _integer(value: Any) -> int:
     return value
 
 
-def read(path: Path) -> Iterator[Entry]:
+def read(path: Path, store: Store | None = None) -> Iterator[Entry]:
     """The entries of a journal that count, one at a time. Empty if the header itself is torn.
 
     Raises ValueError naming file and line, FileNotFoundError.
     """
-    last: Entry | None = None
-    with open(path, "rb") as file:
-        line, number = file.readline(), 1
-        while line:
-            following = file.readline()
-            entry = _decode_at(path, number, line, is_last=not following)
+    yield from JournalReader(path, store or open_store(path)).entries()
+
+
+class JournalReader:
+    """Reads a journal that grows: each `entries` goes on where the last one ended."""
+
+    def __init__(self, path: Path, store: Store) -> None:
+        self.path = path
+        self._store = store
+        self._offset = 0
+        self._number = 1
+        self._last: Entry | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can follow."""
+        return isinstance(self._last, Closed)
+
+    def entries(self) -> Iterator[Entry]:
+        """What came since. A last line that is torn is left for the next time: it may still be written.
+
+        Raises ValueError naming file and line, FileNotFoundError.
+        """
+        if self.ended:
+            return
+        lines = self._store.read(self.path, self._offset).splitlines(keepends=True)
+        for place, line in enumerate(lines):
+            entry = _decode_at(self.path, self._number, line, is_last=place == len(lines) - 1)
             if entry is None:
                 return
-            _check_follows(path, number, last, entry)
+            _check_follows(self.path, self._number, self._last, entry)
+            self._last = entry
+            self._offset += len(line)
+            self._number += 1
             yield entry
-            last, line, number = entry, following, number + 1
 
 
 def _decode_at(path: Path, number: int, line: bytes, is_last: bool) -> Entry | None:
@@ -178,51 +204,82 @@ def _check_follows(path: Path, number: int, last: Entry | None, entry: Entry) ->
 
 @dataclass(frozen=True)
 class Tail:
-    """The beginning and the last few commits of a journal: enough for rates, cheap for any length."""
+    """The beginning and the last few commits of a journal: enough for rates, cheap for any length.
 
+    lines: the last commits, ascending, as they are in the file: few of them are ever looked at.
+    """
+
+    path: Path
     header: Header
-    commits: tuple[Commit, ...]
+    lines: tuple[bytes, ...]
     closed: Closed | None
 
     @property
+    def commits(self) -> tuple[Commit, ...]:
+        return tuple(self._commit(line) for line in self.lines)
+
+    @property
+    def first(self) -> Commit | None:
+        return self._commit(self.lines[0]) if self.lines else None
+
+    @property
+    def last(self) -> Commit | None:
+        return self._commit(self.lines[-1]) if self.lines else None
+
+    @property
     def totals(self) -> Totals:
-        return self.commits[-1].totals if self.commits else Totals()
+        return self.last.totals if self.last else Totals()
+
+    def before(self, moment: float) -> Commit | None:
+        """The last commit up to a moment; None if those that are known are later."""
+        place = bisect.bisect_right(self.lines, moment, key=lambda line: self._commit(line).time)
+        return self._commit(self.lines[place - 1]) if place else None
+
+    def _commit(self, line: bytes) -> Commit:
+        entry = _decode_at(self.path, 0, line, is_last=False)
+        if not isinstance(entry, Commit):
+            raise ValueError(f"{self.path}: a line between commits is none")
+        return entry
 
 
-def read_tail(path: Path) -> Tail | None:
-    """Reads the first line and the last 64 KiB at most. None if the header is torn."""
-    with open(path, "rb") as file:
-        first = file.readline()
-        header = _decode_at(path, 1, first, is_last=not first.endswith(b"\n"))
-        if header is None:
-            return None
-        begin = max(file.tell(), os.fstat(file.fileno()).st_size - _TAIL_BYTES)
-        file.seek(begin)
-        lines = file.read().splitlines(keepends=True)
-    if begin > len(first):
-        lines = lines[1:]
-    entries = [_decode_at(path, 0, line, is_last=i == len(lines) - 1) for i, line in enumerate(lines)]
+def read_tail(path: Path, store: Store | None = None) -> Tail | None:
+    """Reads the first line and the last 64 KiB at most. None if the header is torn.
+
+    Raises ValueError naming the file, FileNotFoundError.
+    """
+    store = store or open_store(path)
+    first = store.read(path, 0, _HEADER_BYTES).partition(b"\n")
+    header_line = b"".join(first[:2])
+    header = _decode_at(path, 1, header_line, is_last=not first[2])
+    if header is None:
+        return None
     if not isinstance(header, Header):
         raise ValueError(f"{path}, line 1: no header")
-    commits = tuple(entry for entry in entries if isinstance(entry, Commit))
-    if not commits and begin > len(first):
+    begin = max(len(header_line), store.size(path) - _TAIL_BYTES)
+    lines = store.read(path, begin).splitlines(keepends=True)
+    if begin > len(header_line):
+        lines = lines[1:]
+    end = _decode_at(path, 0, lines[-1], is_last=True) if lines else None
+    if lines and not isinstance(end, Commit):
+        lines.pop()
+    if not lines and begin > len(header_line):
         # one line longer than the tail
-        commits = tuple([entry for entry in read(path) if isinstance(entry, Commit)][-1:])
-    return Tail(header, commits, next((e for e in entries if isinstance(e, Closed)), None))
+        lines = [encode(entry) for entry in read(path, store) if isinstance(entry, Commit)][-1:]
+    return Tail(path, header, tuple(lines), end if isinstance(end, Closed) else None)
 
 
 class JournalWriter:
     """Appends entries; each is on disk when `append` returns."""
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, path: Path, header: Header, store: Store | None = None) -> None:
         self.path = path
-        self._descriptor = durable.create(path)
+        self._file = (store or open_store(path)).append(path)
         self.append(header)
-        durable.fsync_directory(path.parent)
+        self._file.sync_name()
 
     def append(self, entry: Entry) -> None:
-        durable.write(self._descriptor, encode(entry))
-        durable.fsync_file(self._descriptor)
+        self._file.write(encode(entry))
+        self._file.sync()
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._file.close()

@@ -10,7 +10,6 @@ belongs to one process and is never opened again for writing, nobody ever builds
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ import pyarrow as pa
 
 from pipeline import durable
 from pipeline.output.journal import Closed, Commit, Header, JournalWriter, Totals, UnitRows
-from pipeline.output.layout import journal_path, part_path
+from pipeline.output.layout import journal_path, part_name, part_path
+from pipeline.store import Store, open_store
 
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
@@ -29,8 +29,8 @@ END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 class Origin:
     """Who writes: what a part's header says beside the part itself. started: seconds since 1970."""
 
+    incarnation: str
     worker: str
-    epoch: int
     fingerprint: str
     started: float
     gpu_hour_usd: float
@@ -43,8 +43,12 @@ class PartWriter:
     that are only half there. Raises FullDisk naming the directory, OSError otherwise.
     """
 
-    def __init__(self, job: Path, name: str, schema: pa.Schema, origin: Origin) -> None:
-        self.name = name
+    def __init__(
+        self, job: Path, seq: int, schema: pa.Schema, origin: Origin, store: Store | None = None
+    ) -> None:
+        """seq: the part's place among those of its incarnation."""
+        store = store or open_store(job)
+        self.name = name = part_name(origin.incarnation, seq)
         self._job = job
         self._totals = Totals()
         self._seq = 0
@@ -52,15 +56,15 @@ class PartWriter:
         with durable.full_disk_named(job):
             message = schema.serialize()
             path = part_path(job, name)
-            self._descriptor = durable.create(path)
-            durable.write(self._descriptor, memoryview(message))
-            durable.fsync_file(self._descriptor)
-            durable.fsync_directory(path.parent)
+            self._file = store.append(path)
+            self._file.write(memoryview(message))
+            self._file.sync()
+            self._file.sync_name()
             self.size = len(message)
             header = Header(
                 part=name,
+                incarnation=origin.incarnation,
                 worker=origin.worker,
-                epoch=origin.epoch,
                 fingerprint=origin.fingerprint,
                 schema=schema_hash(schema),
                 offset=self.size,
@@ -69,7 +73,7 @@ class PartWriter:
                 time=time.time(),
                 gpu_hour_usd=origin.gpu_hour_usd,
             )
-            self._journal = JournalWriter(journal_path(job, name), header)
+            self._journal = JournalWriter(journal_path(job, name), header, store)
         self._usable = True
 
     @property
@@ -93,9 +97,9 @@ class PartWriter:
             time=time.time(),
         )
         with durable.full_disk_named(self._job):
-            durable.write(self._descriptor, memoryview(message))
+            self._file.write(memoryview(message))
             # before the journal: a line must never speak of bytes that a power cut can still take
-            durable.fsync_file(self._descriptor)
+            self._file.sync()
             self._journal.append(commit)
         self.size, self._seq, self._totals = commit.offset, self._seq + 1, commit.totals
         self._usable = True
@@ -107,12 +111,12 @@ class PartWriter:
         try:
             if usable:
                 with durable.full_disk_named(self._job):
-                    durable.write(self._descriptor, END_OF_STREAM)
-                    durable.fsync_file(self._descriptor)
+                    self._file.write(END_OF_STREAM)
+                    self._file.sync()
                     self._journal.append(Closed(self.size + len(END_OF_STREAM), time.time()))
         finally:
             self._journal.close()
-            os.close(self._descriptor)
+            self._file.close()
 
 
 def schema_hash(schema: pa.Schema) -> str:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import config as settings
-from pipeline import durable
 from pipeline.config import OutputConfig, SourceConfig, TopkDtype
 from pipeline.input.order import RowOrder
 from pipeline.input.source import InputIndex
 from pipeline.output.fingerprint import Fingerprint, digest, plain
 from pipeline.output.layout import JOB_FILE
 from pipeline.output.schema import OutputSchema, output_schema
+from pipeline.store import Store, open_store
 
 FORMAT = 1
 _OUTPUT_KEYS = ("columns", "prompt", "prompt_ids", "completion_ids", "logprobs", "topk", "topk_dtype")
@@ -50,11 +50,10 @@ class JobPlan:
         return RowOrder(index.blocks, skip=source.skip, limit=source.limit, shuffle_seed=seed)
 
     def schema(self, index: InputIndex) -> OutputSchema:
-        about = {"fingerprint": self.digest, **self.provenance}
+        # so that a part tells by itself in what it differs from another job's
+        settings = json.dumps(self.fingerprint, sort_keys=True)
+        about = {"fingerprint": self.digest, "settings": settings, **self.provenance}
         return output_schema(self.output, index.schema, about)
-
-    def write(self, job: Path) -> None:
-        durable.atomic_write(job / JOB_FILE, self.encode())
 
     def encode(self) -> bytes:
         source = dataclasses.asdict(self.source)
@@ -73,11 +72,12 @@ class JobPlan:
         return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
 
     @classmethod
-    def read(cls, job: Path) -> JobPlan:
+    def read(cls, job: Path, store: Store | None = None) -> JobPlan:
         """Raises ValueError if the directory holds no job, or one of another format."""
         path = job / JOB_FILE
         try:
-            content = json.loads(path.read_text("utf-8", "surrogatepass"))
+            data = (store or open_store(job)).read(path)
+            content = json.loads(data.decode("utf-8", "surrogatepass"))
         except FileNotFoundError:
             raise ValueError(f"{job} holds no job: there is no {JOB_FILE} in it") from None
         except json.JSONDecodeError as error:

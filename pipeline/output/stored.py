@@ -3,7 +3,7 @@
 Knows: how a unit's rows are found among commits, and which of them count. Resume, `verify` and `finalize`
 all look through here, so they cannot disagree. Refuses to know: what the rows should be.
 
-Legend: R = stored rows of the unit in the order of commits. A slot is a result the unit must have:
+Legend: R = stored rows of the unit in the order in which they count. A slot is a result the unit must have:
 (ordinal - unit.start) * samples + sample.
 """
 
@@ -16,9 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.input.order import RowOrder, Unit
+from pipeline.input.order import RowOrder, Unit, Units
 from pipeline.output.keys import last_of_each, row_codes
 from pipeline.output.ledger import CommitRef, Ledger
+from pipeline.output.published import BatchRef, ShardedUnits
 from pipeline.output.reader import PartFiles
 from pipeline.request import FinishReason
 
@@ -27,19 +28,20 @@ from pipeline.request import FinishReason
 class StoredUnit:
     """Where the rows of a unit lie.
 
-    commits: those that name the unit. slots, commit, index int64 [R]: which result a row is, in which of
-    `commits`, at which row. failed bool [R]: ended as error. epoch int64 [R]: of the part.
-    current bool [R]: the row counts. num_slots: results the unit must have.
+    commits: those whose rows of the unit count, or batches of shards, if these hold them now. slots, commit,
+    index int64 [R]: which result a row is, in which of `commits`, at which row. failed bool [R]: ended as
+    error. fence int64 [R]: of the lease under which the row counts. current bool [R]: the row counts.
+    num_slots: results the unit must have.
     """
 
     unit: Unit
     num_slots: int
-    commits: Sequence[CommitRef]
+    commits: Sequence[CommitRef | BatchRef]
     slots: np.ndarray
     commit: np.ndarray
     index: np.ndarray
     failed: np.ndarray
-    epoch: np.ndarray
+    fence: np.ndarray
     current: np.ndarray
 
     def done(self, count_errors: bool = True) -> np.ndarray:
@@ -59,15 +61,19 @@ class StoredUnit:
         order = np.lexsort((np.arange(len(self.slots)), self.slots))
         first, second = order[:-1], order[1:]
         again = self.slots[first] == self.slots[second]
-        retried = self.failed[first] & (self.epoch[first] < self.epoch[second])
+        retried = self.failed[first] & (self.fence[first] < self.fence[second])
         return second[again & ~retried]
 
 
 class StoredRows:
     """The stored rows of a job by unit."""
 
-    def __init__(self, ledger: Ledger, order: RowOrder, samples: int) -> None:
+    def __init__(
+        self, ledger: Ledger, order: RowOrder, samples: int, sharded: ShardedUnits | None = None
+    ) -> None:
+        """sharded: units whose parts are gone; None if there are none, or none of them will be asked for."""
         self.ledger = ledger
+        self.sharded = sharded
         self.files = PartFiles(ledger)
         self._order = order
         self._samples = samples
@@ -77,19 +83,24 @@ class StoredRows:
         codes = row_codes(*self._order.keys(unit.start, unit.stop))
         by_code = np.argsort(codes)
         codes = codes[by_code]
-        commits = self.ledger.commits(unit.number)
+        shards = None if self.sharded is None else self.sharded.batches(unit, self._samples)
+        commits: Sequence[CommitRef | BatchRef] = (
+            self.ledger.commits(unit.number) if shards is None else shards
+        )
         found = [self._find(number, ref, codes, by_code) for number, ref in enumerate(commits)]
         columns = [np.concatenate(column) for column in zip(*found, strict=True)] if found else _NOTHING
-        slots, commit, index, failed, epoch = columns
+        slots, commit, index, failed = columns
+        fences = self.ledger.fences(unit.number) if shards is None else [0] * len(shards)
+        fence = np.array(fences, np.int64)[commit]
         num_slots = len(codes) * self._samples
         return StoredUnit(
-            unit, num_slots, commits, slots, commit, index, failed.astype(bool), epoch, last_of_each(slots)
+            unit, num_slots, commits, slots, commit, index, failed.astype(bool), fence, last_of_each(slots)
         )
 
     def _find(
-        self, number: int, ref: CommitRef, codes: np.ndarray, by_code: np.ndarray
+        self, number: int, ref: CommitRef | BatchRef, codes: np.ndarray, by_code: np.ndarray
     ) -> tuple[np.ndarray, ...]:
-        """slots, commit, index, failed, epoch of the rows of one commit that are in the unit."""
+        """slots, commit, index, failed of the rows of one commit that are in the unit."""
         batch = self.files.read(ref)
         stored = row_codes(batch.column("file").to_numpy(), batch.column("row").to_numpy())
         sample = batch.column("sample").to_numpy()
@@ -99,8 +110,13 @@ class StoredRows:
         slots = by_code[places[inside]] * self._samples + sample[inside]
         failed = pc.equal(batch.column("finish_reason"), FinishReason.ERROR.value)
         failed = failed.to_numpy(zero_copy_only=False)[inside]
-        epoch = self.ledger.parts[ref.part].epoch
-        return slots, np.full(len(index), number), index, failed, np.full(len(index), epoch)
+        return slots, np.full(len(index), number), index, failed
+
+    def units_of(self, batch: pa.RecordBatch, units: Units) -> np.ndarray:
+        """int64 [rows of the batch]: the unit of each."""
+        return units.numbers(
+            self._order.ordinals(batch.column("file").to_numpy(), batch.column("row").to_numpy())
+        )
 
     def take(self, stored: StoredUnit, positions: np.ndarray) -> pa.Table:
         """The whole rows at `positions` of R (at least one), in that order."""
@@ -117,4 +133,4 @@ class StoredRows:
         return table.take(pa.array(np.argsort(np.concatenate(places))))
 
 
-_NOTHING = [np.empty(0, np.int64) for _ in range(5)]
+_NOTHING = [np.empty(0, np.int64) for _ in range(4)]

@@ -6,83 +6,100 @@ it. Problems are lines of text that say where; memory is bounded by a unit.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from pipeline.input.order import Unit
 from pipeline.input.rows import Row, read_rows
 from pipeline.input.source import Source, open_source
-from pipeline.output import commit_check
-from pipeline.output.dataset import BATCH_ROWS, DatasetFiles, dataset_files, rebatch
+from pipeline.output.commit_check import commit_problems
+from pipeline.output.dataset_check import dataset_problems, first_difference
 from pipeline.output.encode import gather
-from pipeline.output.finalize import Selection, finished_batches
 from pipeline.output.integrity import file_problems
 from pipeline.output.layout import DATASET
-from pipeline.output.ledger import Ledger
+from pipeline.output.lease_check import holder_problems, lease_problems
+from pipeline.output.ledger import CommitRef, Ledger
 from pipeline.output.progress import JobDirectory
+from pipeline.output.published import Published
+from pipeline.output.shards import BATCH_ROWS
 from pipeline.output.stored import StoredRows, StoredUnit
-from pipeline.request import FinishReason
+from pipeline.output.tally import Tally, tallies
+from pipeline.output.verdict import PartFound, Verdict
 
 _SHOWN_PER_UNIT = 5
 
 
-@dataclass
-class Verdict:
-    """What was found. `problems` keeps the first ones; `num_problems` counts all."""
-
-    num_results: int = 0
-    num_errors: int = 0
-    num_skipped: int = 0
-    has_dataset: bool = False
-    num_problems: int = 0
-    problems: list[str] = field(default_factory=list)
-    max_kept: int = 50
-
-    @property
-    def complete(self) -> bool:
-        return self.num_problems == 0
-
-    def add(self, problem: str) -> None:
-        self.num_problems += 1
-        if len(self.problems) < self.max_kept:
-            self.problems.append(problem)
-
-
 def verify(job: str | Path, source: Source | None = None) -> Verdict:
-    """Reads source, parts, journals and the finished dataset again, and compares.
+    """Reads source, parts, journals, leases and the finished dataset again, and compares.
 
     source: where the input is read from; None opens what `job.json` names. Raises ValueError if the
     directory holds no job.
     """
     verdict = Verdict()
     directory = JobDirectory.load(job)
-    for problem in file_problems(directory.path, directory.plan.digest):
+    for problem in lease_problems(directory):
         verdict.add(problem)
     try:
-        stored = StoredRows(Ledger.read(directory.path), directory.order, directory.samples)
+        published = Published.read(directory.store, directory.path)
+        for problem in file_problems(directory, published):
+            verdict.add(problem)
+        stored = directory.stored()
     except (ValueError, OSError) as error:
         if str(error) not in verdict.problems:
             verdict.add(str(error))
         return verdict
-    for problem in commit_check.commit_problems(directory, stored):
-        verdict.add(problem)
+    for problems in (
+        holder_problems(directory, stored.ledger),
+        _deleted_problems(stored.ledger, published),
+        commit_problems(directory, stored, published.deleted),
+    ):
+        for problem in problems:
+            verdict.add(problem)
     rows = _source_rows(directory, source, verdict)
+    counted = _of_shards(stored)
     for unit in directory.units:
-        found = _check_unit(directory, stored, unit, verdict)
+        found = _check_unit(directory, stored, unit, verdict, counted)
         # a source that failed once gives no more rows
         rows = rows and _compared(directory, stored, unit, found, rows, verdict)
+    verdict.parts = _parts_found(stored.ledger, counted)
     if (directory.path / DATASET).exists():
         verdict.has_dataset = True
-        for problem in _dataset_problems(directory, stored):
+        for problem in dataset_problems(directory, stored):
             verdict.add(problem)
     return verdict
+
+
+def _deleted_problems(ledger: Ledger, published: Published) -> Iterator[str]:
+    """Parts that were deleted though rows of them count that were not published."""
+    if not published.deleted:
+        return
+    mask = published.mask(ledger.num_units)
+    for unit, part in ledger.counting().tolist():
+        name = ledger.parts[part].header.part
+        if name in published.deleted and not mask[unit]:
+            yield f"part {name} was deleted, and its rows of unit {unit} are not published"
+
+
+def _of_shards(stored: StoredRows) -> dict[str, Tally]:
+    """What counts of each part, as far as that can only be known from what was published."""
+    counted: dict[str, Tally] = {}
+    for published in stored.sharded.ranges if stored.sharded else ():
+        for name, fields in published.parts.items():
+            counted[name] = counted.get(name, Tally()) + Tally(**fields)
+    return counted
+
+
+def _parts_found(ledger: Ledger, counted: Mapping[str, Tally]) -> list[PartFound]:
+    found = []
+    for part in ledger.parts:
+        header, mine = part.header, counted.get(part.header.part, Tally())
+        void = part.totals.rows - mine.rows
+        found.append(PartFound(header.part, header.incarnation, header.worker, part.committed, mine, void))
+    return sorted(found, key=lambda one: one.name)
 
 
 def _source_rows(directory: JobDirectory, source: Source | None, verdict: Verdict) -> Iterator[Row] | None:
@@ -99,20 +116,25 @@ def _source_rows(directory: JobDirectory, source: Source | None, verdict: Verdic
 
 
 def _check_unit(
-    directory: JobDirectory, stored: StoredRows, unit: Unit, verdict: Verdict
+    directory: JobDirectory, stored: StoredRows, unit: Unit, verdict: Verdict, counted: dict[str, Tally]
 ) -> StoredUnit | None:
-    """Whether each result of the unit is there once; None if its rows cannot be read."""
+    """Whether each result of the unit is there once; None if its rows cannot be read.
+
+    counted: by part; what counts of the unit is added to it.
+    """
     try:
         found = stored.unit(unit)
         for problem in _once_problems(directory, stored, found):
             verdict.add(problem)
-        reasons = _count_reasons(stored, found)
+        sums = list(tallies(stored, found))
     except (ValueError, OSError) as error:
         verdict.add(f"unit {unit.number} cannot be read: {error}")
         return None
-    verdict.num_results += sum(reasons.values())
-    verdict.num_errors += reasons.get(FinishReason.ERROR.value, 0)
-    verdict.num_skipped += reasons.get(FinishReason.SKIPPED.value, 0)
+    for ref, tally in sums:
+        verdict.total += tally
+        if isinstance(ref, CommitRef):
+            name = stored.ledger.parts[ref.part].header.part
+            counted[name] = counted.get(name, Tally()) + tally
     return found
 
 
@@ -148,8 +170,12 @@ def _once_problems(directory: JobDirectory, stored: StoredRows, found: StoredUni
         yield f"unit {found.unit.number}: {len(missing) - _SHOWN_PER_UNIT} more results are missing"
     doubled = found.doubled()
     for position in doubled[:_SHOWN_PER_UNIT]:
-        part = stored.ledger.parts[found.commits[found.commit[position]].part].header.part
-        yield f"{_name(directory, found.unit, int(found.slots[position]))} is there again in part {part}"
+        ref = found.commits[found.commit[position]]
+        if isinstance(ref, CommitRef):
+            where = f"part {stored.ledger.parts[ref.part].header.part}"
+        else:
+            where = f"shard {ref.path}"
+        yield f"{_name(directory, found.unit, int(found.slots[position]))} is there again in {where}"
     if len(doubled) > _SHOWN_PER_UNIT:
         yield f"unit {found.unit.number}: {len(doubled) - _SHOWN_PER_UNIT} more results are there again"
     ledger, unit = stored.ledger, found.unit.number
@@ -159,17 +185,6 @@ def _once_problems(directory: JobDirectory, stored: StoredRows, found: StoredUni
             f"unit {found.unit.number}: the journals count {counted} results, "
             f"the parts hold {np.count_nonzero(found.current)}"
         )
-
-
-def _count_reasons(stored: StoredRows, found: StoredUnit) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    current = found.ordered()
-    for number in np.unique(found.commit[current]):
-        index = pa.array(found.index[current[found.commit[current] == number]])
-        reasons = stored.files.read(found.commits[number]).column("finish_reason").take(index)
-        for entry in pc.value_counts(reasons).to_pylist():
-            counts[entry["values"]] = counts.get(entry["values"], 0) + entry["counts"]
-    return counts
 
 
 def _carried_problems(
@@ -191,60 +206,6 @@ def _carried_problems(
         if wrong is not None:
             where = _name(directory, found.unit, int(slots[wrong]))
             yield f"{where}: column {name} differs from the source's value"
-
-
-def first_difference(ours: pa.Array, theirs: pa.Array) -> int | None:
-    """The first place where two arrays differ; NaN equals NaN."""
-    if isinstance(ours, pa.ChunkedArray):
-        ours = pa.concat_arrays(ours.chunks)
-    if ours.equals(theirs):
-        return None
-    for place, (a, b) in enumerate(zip(ours.to_pylist(), theirs.to_pylist(), strict=False)):
-        if repr(a) != repr(b):
-            return place
-    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
-
-
-def _dataset_problems(directory: JobDirectory, stored: StoredRows) -> Iterator[str]:
-    folder = directory.path / DATASET
-    try:
-        for files in dataset_files(folder):
-            yield from _form_problems(directory, stored, files)
-    except (ValueError, OSError) as error:
-        yield f"dataset {folder}: {error}; run finalize again"
-
-
-def _form_problems(directory: JobDirectory, stored: StoredRows, files: DatasetFiles) -> Iterator[str]:
-    """Stops at the first difference: after a row too few or too many all others differ."""
-    schema = files.schema()
-    selection = Selection(**files.options())
-    what = f"dataset {files.paths[0].parent} ({files.form.value})"
-    if not schema.equals(directory.schema.arrow):
-        yield f"{what} has other columns than the parts; run finalize again"
-        return
-    actual = rebatch(files.tables(), schema)
-    place = 0
-    for ours, theirs in zip_longest(actual, finished_batches(directory, stored, selection)):
-        row, column = _batch_difference(ours, theirs)
-        if row is not None:
-            yield f"{what} differs from the parts in row {place + row}, {column}; run finalize again"
-            return
-        place += ours.num_rows
-
-
-def _batch_difference(ours: pa.RecordBatch | None, theirs: pa.RecordBatch | None) -> tuple[int | None, str]:
-    if ours is None or theirs is None:
-        return 0, "which is missing" if ours is None else "which should not be there"
-    common = min(ours.num_rows, theirs.num_rows)
-    rows = [math.inf if ours.num_rows == theirs.num_rows else common]
-    names = ["which is missing" if ours.num_rows < theirs.num_rows else "which should not be there"]
-    for name in ours.schema.names:
-        wrong = first_difference(ours.column(name).slice(0, common), theirs.column(name).slice(0, common))
-        if wrong is not None:
-            rows.append(wrong)
-            names.append(f"column {name}")
-    least = min(rows)
-    return (None, "") if least == math.inf else (int(least), names[rows.index(least)])
 
 
 def _name(directory: JobDirectory, unit: Unit, slot: int) -> str:

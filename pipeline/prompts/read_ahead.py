@@ -57,6 +57,11 @@ class ReadAhead(Generic[T], Iterator[T]):
         with self._changed:
             return self._is_ready()
 
+    def wait(self, seconds: float) -> bool:
+        """Waits until it is ready, for so long at most; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(self._is_ready, seconds)
+
     def close(self) -> None:
         """Ends the thread, also when it waits for room; what it had ready is dropped. May be repeated.
 

@@ -126,12 +126,52 @@ def test_reading_stops_behind_the_last_wanted_row() -> None:
     assert source.batches == 3
 
 
-def test_ordinals_out_of_turn_are_our_own_mistake() -> None:
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.none() | st.integers(0, 9), st.data())
+@settings(max_examples=200, deadline=None)
+def test_ranges_in_any_order_give_each_row_where_it_was_asked_for(sizes, seed, data) -> None:
+    source = FakeSource(sizes)
+    order = RowOrder(source.blocks, shuffle_seed=seed)
+    units = list(order.units(data.draw(st.integers(1, 9))))
+    asked = [range(unit.start, unit.stop) for unit in data.draw(st.permutations(units))]
+    rows = list(read_rows(source, order, iter(asked), COLUMNS))
+    assert [row.ordinal for row in rows] == [ordinal for one in asked for ordinal in one]
+    files, numbers = order.keys(0, order.num_rows)
+    for row in rows:
+        key = RowKey(int(files[row.ordinal]), int(numbers[row.ordinal]))
+        assert row.key == key and row.values(COLUMNS) == {"file": key.file, "row": key.row}
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_neighbouring_ranges_decode_their_block_once(seed: int | None) -> None:
+    source = FakeSource([40, 40])
+    order = RowOrder(source.blocks, shuffle_seed=seed)
+    ranges = [range(start, start + 10) for start in (40, 50, 60, 70, 0, 10, 20, 30)]
+    assert len(list(read_rows(source, order, ranges, COLUMNS))) == 80
+    assert len(source.opened) == 2
+
+
+def test_ranges_beyond_the_input_are_our_own_mistake() -> None:
     source = FakeSource([10])
-    with pytest.raises(AssertionError, match="ordinal 2 is wanted after 4"):
-        list(read_rows(source, RowOrder(source.blocks), [4, 2], COLUMNS))
     with pytest.raises(AssertionError):
         list(read_rows(source, RowOrder(source.blocks), [range(5, 11)], COLUMNS))
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_block_that_lost_rows_is_named(seed: int | None) -> None:
+    source = FakeSource([10])
+    order = RowOrder([Block(0, 0, 12, 0)], shuffle_seed=seed)
+    with pytest.raises(ValueError, match="file 0 of the input .* restore it"):
+        list(read_rows(_Shorter(source), order, [range(12)], COLUMNS))
+
+
+class _Shorter:
+    """Gives the rows of the first block, whichever is asked for."""
+
+    def __init__(self, source: FakeSource) -> None:
+        self.source = source
+
+    def read(self, block: Block, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        return self.source.read(self.source.blocks[0], columns)
 
 
 @pytest.mark.parametrize("seed", [None, 3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 from pathlib import Path
@@ -295,11 +294,3 @@ def test_a_changed_input_is_refused(commands, folder):
     write_questions(folder / "changing.parquet", 21)
     assert_refused(commands.run(*arguments, cwd=folder), "changing.parquet", "another output.dir")
     assert commands.run("changed", cwd=folder, verb="verify").code == 1
-
-
-def test_a_second_process_on_one_directory_is_refused(commands, folder, tmp_path):
-    assert commands.run(*keys(name="locked"), cwd=folder).code == 0
-    with open(folder / "locked" / ".lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert_refused(commands.run(*keys(name="locked"), cwd=folder), "output.dir=locked", "is worked on")
-    assert commands.run(*keys(name="locked"), cwd=folder).code == 0

@@ -145,8 +145,8 @@ class Killer:
         return running.wait().code
 
     def _disk(self, rows: int) -> int:
-        """Right before one of the operations that make a commit durable."""
-        fault = {"kill_at_step": self._random.randint(4, 40)}
+        """Right before one of the operations that make a record, a lease or a commit durable."""
+        fault = {"kill_at_step": self._random.randint(30, 80)}
         return self._commands.run(*self._arguments(), cwd=self._folder, fault=fault).code
 
     def _close(self, rows: int) -> int:
@@ -300,10 +300,10 @@ def test_a_disk_that_is_full_for_a_while(commands, folder, undisturbed, num_byte
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 60 kB."""
+    """A file system of 120 kB, of which each small file takes 4."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60k", "tmpfs", disk], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", disk], capture_output=True)
     if mounted.returncode:
         pytest.skip("only root may mount a small disk")
     yield disk

@@ -15,10 +15,10 @@ from fake_jobs import Crash, Disk, FakeSource, Run, plan
 from pipeline import durable
 from pipeline import finalize as command
 from pipeline.durable import FullDisk
-from pipeline.output import dataset as dataset_module
-from pipeline.output.dataset import DatasetFormat, rebatch
+from pipeline.output.dataset import DatasetFormat
 from pipeline.output.finalize import Selection, finalize
 from pipeline.output.layout import part_path
+from pipeline.output.shards import rebatch
 from pipeline.output.verify import verify
 
 OPTIONS = {"completion_ids": True, "logprobs": True, "topk": 2}
@@ -147,14 +147,13 @@ def test_parts_of_another_job_are_refused(tmp_path):
     for folder, suffix in (("parts", "arrow"), ("journal", "jsonl")):
         text = (other.path / folder / f"w0-00000.{suffix}").read_bytes()
         (job.path / folder / f"w9-00000.{suffix}").write_bytes(text.replace(b"w0-00000", b"w9-00000"))
-    with pytest.raises(ValueError, match="w9-00000.arrow belongs to another job"):
+    with pytest.raises(ValueError, match="w9-00000.arrow belongs to another job .*; seed: .absent. → 1"):
         finalize(job.path)
 
 
-def test_shards_end_at_their_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset_module, "_SHARD_BYTES", 100_000)
+def test_shards_end_at_their_size(tmp_path):
     job = made(tmp_path / "job", files=((2500,),), commit_every=500)
-    done = finalize(job.path, DatasetFormat.both)
+    done = finalize(job.path, DatasetFormat.both, shard_bytes=100_000)
     names = [path.name for path in done.files if path.suffix == ".arrow"]
     assert names == [f"data-{i:05d}-of-00005.arrow" for i in range(5)]
     assert len(datasets.load_from_disk(str(done.path))) == 5000
@@ -172,12 +171,11 @@ def test_a_crash_anywhere_leaves_the_old_dataset_or_the_new(tmp_path, monkeypatc
     job = made(tmp_path / "job", 31, commit_every=10)
     finalize(job.path, selection=Selection(partial=True))
     job.start()
-    monkeypatch.setattr(dataset_module, "_SHARD_BYTES", 20_000)
     for crash_at in range(10_000):
         with monkeypatch.context() as patch:
             Disk(patch, job.path, crash_at)
             try:
-                finalize(job.path)
+                finalize(job.path, shard_bytes=20_000, range_rows=50)
             except Crash:
                 pass
             else:
@@ -210,6 +208,54 @@ def test_a_full_disk_leaves_no_half_of_a_dataset(tmp_path, monkeypatch):
     assert finalize(job.path).num_rows == 128
 
 
+def test_a_second_one_takes_over_from_one_at_work(tmp_path, monkeypatch):
+    """At each rename of the first: it ends with a word, the other's dataset is whole; or it comes last."""
+    job = made(tmp_path / "job")
+    finalize(job.path)
+    expected, real = tree(job), durable.rename
+    outcomes = []
+    for moment in range(8):
+        seen = [0]
+
+        def rename(source, target, moment=moment, seen=seen):
+            seen[0] += 1
+            if seen[0] == moment + 1:
+                finalize(job.path)
+            real(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(durable, "rename", rename)
+            try:
+                finalize(job.path)
+                outcomes.append("done")
+            except ValueError as error:
+                assert f"another finalize began on {job.path} after this one" in str(error)
+                outcomes.append("refused")
+        assert tree(job) == expected
+        assert [p.name for p in job.path.iterdir() if "dataset" in p.name] == ["dataset"]
+    assert "refused" in outcomes and outcomes[-1] == "done"
+
+
+def test_what_a_killed_one_left_goes_with_the_next(tmp_path, monkeypatch):
+    job = made(tmp_path / "job")
+    with monkeypatch.context() as patch:
+        Disk(patch, job.path, crash_at=6)
+        with pytest.raises(Crash):
+            finalize(job.path)
+    assert any(p.name.startswith(".dataset.") for p in job.path.iterdir())
+    finalize(job.path)
+    assert [p.name for p in job.path.iterdir() if "dataset" in p.name] == ["dataset"]
+
+
+def test_ranges_begin_new_files_in_both_forms(tmp_path):
+    job = made(tmp_path / "job", files=((40, 10), (14,)))
+    done = finalize(job.path, DatasetFormat.both, range_rows=48)
+    names = [path.name for path in done.files if path.suffix == ".arrow"]
+    assert names == [f"data-{i:05d}-of-00003.arrow" for i in range(3)]
+    assert [pq.read_metadata(path).num_rows for path in done.files[3:]] == [48, 48, 32]
+    assert verify(job.path, job.source).complete
+
+
 def test_batches_do_not_depend_on_how_rows_arrive():
     table = pa.table({"x": pa.array([None if i % 3 else f"v{i}" for i in range(2500)])})
     sizes = ([2500], [1, 999, 1500], [300] * 9)
@@ -233,6 +279,7 @@ def test_the_card_and_metadata_tell_where_it_came_from(tmp_path):
     schema = pa.ipc.open_stream(done.files[0].read_bytes()).schema
     facts = json.loads(schema.metadata[b"tokenmill"])
     assert facts["version"] == "0.1.0" and facts["input"] == job.source.scan().digest
+    assert json.loads(facts["settings"]) == {"sampling.temperature": 0.7}
     assert facts["finalize"] == {"drop_failed": False, "partial": False}
 
 

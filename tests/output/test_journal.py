@@ -9,7 +9,7 @@ import pytest
 from pipeline.output import journal
 from pipeline.output.journal import Closed, Commit, Header, JournalWriter, Totals, UnitRows, read, read_tail
 
-HEADER = Header("w0-00000", "w0", 0, "f", "s", 100, "00", 1.0, 2.0, 5.0)
+HEADER = Header("w0-00000", "w0", "w0", "f", "s", 100, "00", 1.0, 2.0, 5.0)
 
 
 def commit(seq: int, rows: int = 2, units: int = 1) -> Commit:
@@ -50,6 +50,14 @@ def test_every_cut_of_the_last_line_takes_away_that_line_only(tmp_path):
 def test_a_torn_header_is_an_empty_journal(tmp_path):
     path = write(tmp_path / "a.jsonl", HEADER)
     path.write_bytes(path.read_bytes()[:-1])
+    assert list(read(path)) == []
+    assert read_tail(path) is None
+
+
+def test_a_header_whose_end_alone_came_to_disk_is_torn_too(tmp_path):
+    path = write(tmp_path / "a.jsonl", HEADER)
+    whole = path.read_bytes()
+    path.write_bytes(bytes(40) + whole[40:])
     assert list(read(path)) == []
     assert read_tail(path) is None
 

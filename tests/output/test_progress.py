@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from fake_jobs import Crash, Disk, FakeSource, Run, complete, plan
+from fake_jobs import Crash, Disk, FakeSource, Run, Worker, complete, plan
 
-from pipeline.config import OutputConfig
 from pipeline.input.rows import read_rows
 from pipeline.input.source import InputIndex, input_file
 from pipeline.output.finalize import finalize
@@ -62,14 +63,14 @@ def test_a_crash_between_any_two_steps_loses_and_doubles_nothing(tmp_path, monke
         assert verdict.complete, (crash_at, verdict.problems)
         assert dataset_bytes(job) == calm, crash_at
     assert crash_at > 40
-    steps = ("create", "write", "fsync_file", "fsync_directory", "rename")
+    steps = ("create", "write", "fsync_file", "fsync_directory", "rename", "link")
     assert seen == {f"{when} {step}" for when in ("before", "after") for step in steps}
 
 
 def test_what_was_committed_survives_a_power_cut(tmp_path, monkeypatch):
     """The journal must not run ahead of the data: it would vouch for bytes that are gone."""
     safe = set()
-    for crash_at in range(12, 130):
+    for crash_at in range(12, 10_000):
         job = small_job(tmp_path / str(crash_at))
         with monkeypatch.context() as patch:
             disk = Disk(patch, job.path, crash_at)
@@ -77,6 +78,8 @@ def test_what_was_committed_survives_a_power_cut(tmp_path, monkeypatch):
                 job.start()
             except Crash:
                 pass
+            else:
+                break
         disk.power_cut()
         if not (job.path / "job.json").exists():
             assert job.acknowledged == 0
@@ -135,7 +138,8 @@ def test_a_resumed_job_opens_only_blocks_with_something_to_do(tmp_path):
     read = source.read
     source.read = lambda block, columns: (opened.append(block.locator), read(block, columns))[1]
     assert len(job.start()) == 55
-    assert opened == [7, 8, 9]
+    # it begins in the middle of what is free, which lies in the ninth, and comes back to its beginning
+    assert sorted(opened) == [7, 8, 8, 9]
 
 
 def test_only_units_partly_done_are_read(tmp_path, monkeypatch):
@@ -147,8 +151,11 @@ def test_only_units_partly_done_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(
         StoredRows, "unit", lambda self, unit: (asked.append(unit.number), real(self, unit))[1]
     )
-    directory = JobDirectory.load(job.path)
-    assert list(directory.remaining().ranges()) == [range(25, 30), range(30, 40)]
+    claims = Worker.on(JobDirectory.load(job.path), source, "next").claims
+    assert [claim.ranges() for claim in (claims.advance(), claims.advance())] == [
+        [range(30, 40)],
+        [range(25, 30)],
+    ]
     assert asked == [2]
 
 
@@ -157,14 +164,15 @@ def test_a_row_that_lacks_some_samples_is_asked_for_those(tmp_path):
     job = Run(tmp_path / "job", source, plan(source, samples=3), commit_every=1)
     job.start(stop_after=4)
     directory = JobDirectory.load(job.path)
-    remaining = directory.remaining()
-    rows = read_rows(source, directory.order, remaining.ranges(), ["id"])
-    assert [(row.ordinal, remaining.samples(row)) for row in rows] == [
+    claims = Worker.on(directory, source, "next").claims
+    assert claims.count_missing() == 8
+    claim = claims.advance()
+    rows = read_rows(source, directory.order, claim.ranges(), ["id"])
+    assert [(row.ordinal, claim.samples(row)) for row in rows] == [
         (1, (1, 2)),
         (2, (0, 1, 2)),
         (3, (0, 1, 2)),
     ]
-    assert remaining.num_results == 8
 
 
 def test_errors_are_generated_again_only_if_asked(tmp_path):
@@ -217,13 +225,38 @@ def test_a_job_keeps_its_units(tmp_path):
     assert verify(tmp_path / "job", source).complete
 
 
-def test_a_second_process_is_kept_out(tmp_path):
+def test_a_job_that_wrote_nothing_gives_way_to_another_unless_it_is_at_work(tmp_path):
     source = FakeSource(SMALL)
-    first = JobDirectory.open(tmp_path / "job", plan(source), source.scan())
-    with pytest.raises(ValueError, match="is worked on by process [0-9]+: wait for it"):
-        JobDirectory.open(tmp_path / "job", plan(source), source.scan())
-    first.close()
-    JobDirectory.open(tmp_path / "job", plan(source), source.scan()).close()
+    mistyped = plan(source, fingerprint={"sampling.temperature": 70})
+    JobDirectory.open(tmp_path / "job", mistyped, source.scan())
+    with pytest.raises(ValueError, match="sampling.temperature: 70 → 0.7"):
+        JobDirectory.open(tmp_path / "job", plan(source), source.scan(), alone=lambda: False)
+    JobDirectory.open(tmp_path / "job", plan(source), source.scan(), alone=lambda: True)
+    assert JobDirectory.load(tmp_path / "job").plan.fingerprint == {"sampling.temperature": 0.7}
+
+
+def test_eight_processes_start_a_job_at_once(tmp_path):
+    """One of them makes it, the others go on with it; nobody sees half of it."""
+    source = FakeSource(SMALL)
+    ours, theirs = plan(source), plan(source, fingerprint={"sampling.temperature": 0.8})
+    for attempt in range(5):
+        path = tmp_path / str(attempt)
+        barrier = threading.Barrier(8)
+
+        def start(number, path=path, barrier=barrier):
+            barrier.wait()
+            try:
+                opened = JobDirectory.open(path, ours if number else theirs, source.scan(), lambda: False)
+            except ValueError as error:
+                assert "sampling.temperature" in str(error)
+                return None
+            return opened.plan.digest
+
+        with ThreadPoolExecutor(8) as pool:
+            opened = list(pool.map(start, range(8)))
+        assert len({digest for digest in opened if digest}) == 1
+        assert JobDirectory.load(path).plan.digest in opened
+        assert [name.name for name in path.iterdir() if name.name.startswith(".")] == []
 
 
 def extended(index: InputIndex, blocks: list[tuple[int, int]]) -> InputIndex:
@@ -243,8 +276,11 @@ def test_files_that_came_later_are_added_only_if_wanted(tmp_path):
     wanted = plan(source)
     wanted.source.allow_append = True
     directory = JobDirectory.open(job.path, wanted, longer)
-    directory.close()
-    assert list(directory.remaining().ranges()) == [range(6, 8), range(8, 11)]
+    claims = Worker.on(directory, source, "next").claims
+    assert [claim.ranges() for claim in (claims.advance(), claims.advance())] == [
+        [range(8, 11)],
+        [range(6, 8)],
+    ]
     shuffled = plan(source, shuffle=True)
     shuffled.source.allow_append = True
     with pytest.raises(ValueError, match="cannot add files to a shuffled job"):
@@ -288,12 +324,11 @@ def test_an_error_elsewhere_leaves_finished_rows_behind(tmp_path):
     source = FakeSource(SMALL)
     job = Run(tmp_path / "job", source, plan(source))
     directory = JobDirectory.open(job.path, job.plan, source.scan())
-    remaining = directory.remaining()
-    rows = read_rows(source, directory.order, remaining.ranges(), directory.index.schema.names)
-    with pytest.raises(RuntimeError), directory.writer(OutputConfig(dir="x"), remaining) as writer:
-        writer.append(complete(next(rows), 0))
+    worker = Worker.on(directory, source, "w0")
+    row, sample = next(worker.rows())
+    with pytest.raises(RuntimeError), worker.writer as writer:
+        writer.append(complete(row, sample))
         raise RuntimeError("the engine died")
-    directory.close()
     assert open_parts(job.path).num_rows == 1
 
 

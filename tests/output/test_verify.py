@@ -17,13 +17,14 @@ from pipeline import verify as command
 from pipeline.config import OutputConfig, ParquetSource
 from pipeline.input.source import open_source
 from pipeline.output.dataset import DatasetFormat
+from pipeline.output.dataset_check import first_difference
 from pipeline.output.finalize import finalize
 from pipeline.output.journal import read
 from pipeline.output.layout import journal_path, part_path
 from pipeline.output.plan import JobPlan
 from pipeline.output.progress import JobDirectory
 from pipeline.output.reader import open_parts
-from pipeline.output.verify import first_difference, verify
+from pipeline.output.verify import verify
 
 
 @pytest.fixture
@@ -103,32 +104,32 @@ def test_a_single_flipped_bit_is_found(job):
 
 @pytest.mark.parametrize("keep", [0.0, 0.2, 0.9])
 def test_a_truncated_part_is_found(job, keep):
-    path = part_path(job.path, "w0-00001")
+    path = part_path(job.path, "w1-00000")
     os.truncate(path, int(path.stat().st_size * keep))
-    assert "w0-00001.arrow is cut off at byte" in problems(job)
+    assert "w1-00000.arrow is cut off at byte" in problems(job)
 
 
 def test_a_closed_part_that_goes_on_is_found(job):
-    with open(part_path(job.path, "w0-00001"), "ab") as file:
+    with open(part_path(job.path, "w1-00000"), "ab") as file:
         file.write(b"more")
-    assert "w0-00001.arrow was closed at byte" in problems(job)
+    assert "w1-00000.arrow was closed at byte" in problems(job)
 
 
 def test_a_missing_part_is_found(job):
-    part_path(job.path, "w0-00001").unlink()
-    assert "w0-00001.arrow is missing" in problems(job)
+    part_path(job.path, "w1-00000").unlink()
+    assert "w1-00000.arrow is missing" in problems(job)
 
 
 def test_a_missing_journal_is_found(job):
-    journal_path(job.path, "w0-00001").unlink()
+    journal_path(job.path, "w1-00000").unlink()
     text = problems(job)
-    assert "w0-00001.jsonl is missing, and part w0-00001 holds rows" in text
+    assert "w1-00000.jsonl is missing, and part w1-00000 holds rows" in text
     assert "row 15 of file 0 (part-0.parquet), sample 0 is missing" in text
 
 
 def test_a_part_missing_with_its_journal_is_found_by_its_rows(job):
-    part_path(job.path, "w0-00001").unlink()
-    journal_path(job.path, "w0-00001").unlink()
+    part_path(job.path, "w1-00000").unlink()
+    journal_path(job.path, "w1-00000").unlink()
     assert "row 15 of file 0 (part-0.parquet), sample 0 is missing" in problems(job)
 
 
@@ -323,5 +324,5 @@ def test_the_command_from_a_real_file_to_a_proof(tmp_path, capsys):
 
 
 def test_the_journals_of_a_job_hold_one_header_each(job):
-    kinds = [type(entry).__name__ for entry in read(journal_path(job.path, "w0-00001"))]
+    kinds = [type(entry).__name__ for entry in read(journal_path(job.path, "w1-00000"))]
     assert kinds == ["Header", "Commit", "Commit", "Commit", "Commit", "Closed"]

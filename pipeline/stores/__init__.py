@@ -1,0 +1,1 @@
+"""Stores other than the files of this machine's own file systems."""
