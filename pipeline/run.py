@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -19,10 +21,13 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import schema_store
-from pipeline.config import JobConfig
+from pipeline.config import JobConfig, LauncherKind
 from pipeline.failures import PastHydra, check_keys, explain, wants_tracebacks
 from pipeline.masking import mask
 from pipeline.report.start_up import StartUp
+
+if TYPE_CHECKING:
+    from pipeline.report.outcome import Outcome
 
 schema_store.register()
 
@@ -76,6 +81,13 @@ def _task(config: DictConfig) -> None:
         job = OmegaConf.to_object(config)
         assert isinstance(job, JobConfig)
         _keep_record(config)
+        if job.launcher.kind is LauncherKind.local:
+            from pipeline.launcher import launch
+
+            code = launch(job, Path(HydraConfig.get().runtime.output_dir))
+            if code:
+                sys.exit(code)
+            return
         # Imported here: --help, tab completion and a mistyped key need none of the engine's imports.
         if job.bench.workload is not None:
             from pipeline.bench.benchmark import run_benchmark
@@ -88,9 +100,27 @@ def _task(config: DictConfig) -> None:
         start_up.finished("imports")
         outcome = run_job(job, schema_store.worker_name(), start_up)
         if outcome.exit_code:
-            sys.exit(outcome.exit_code)
+            # By now all is saved and every unit given back: Slurm ends a task that asks for another life.
+            sys.exit(_leave(job, outcome))
     except Exception as error:
         raise PastHydra from error
+
+
+def _leave(job: JobConfig, outcome: Outcome) -> int:
+    """The exit code of a job that is not done."""
+    from pipeline.cluster.requeue import Stop, leave
+    from pipeline.output.ledger import Ledger
+    from pipeline.output.progress import JobDirectory
+    from pipeline.store import open_store
+
+    def is_complete() -> bool:
+        store = open_store(job.output.dir, job.output.storage_options, job.output.stage_dir)
+        directory = JobDirectory.load(job.output.dir, store)
+        return Ledger.read(directory.path, store).num_results == directory.num_results
+
+    received = outcome.stopped_by if isinstance(outcome.stopped_by, signal.Signals) else None
+    stop = Stop(received, outcome.out_of_time)
+    return leave(outcome.exit_code, stop, is_complete, job.cluster, os.environ)
 
 
 def _keep_record(config: DictConfig) -> None:

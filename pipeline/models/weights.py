@@ -21,6 +21,7 @@ from pipeline.models.adapter import merge_adapter
 from pipeline.models.gguf import gguf_weight_arguments
 from pipeline.models.load_errors import explain_unreadable
 from pipeline.models.quantized import quantization_of
+from pipeline.models.stage import staged
 
 _SHOWN = 3
 # Buffers that older files carry and that are computed anew: RoPE's frequencies, causal masks.
@@ -36,7 +37,7 @@ def read_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, device
         transformers_logging.disable_progress_bar()
     # Quantised layers are laid out for one device and may refuse to move.
     placed = quantization_of(hf_config) is not None and device.type != "cpu"
-    model, found = _load(config, hf_config, dtype, {"device_map": {"": device}} if placed else {})
+    model, found = _load(staged(config), hf_config, dtype, {"device_map": {"": device}} if placed else {})
     _refuse_incomplete(config.path, found)
     _refuse_left_out(config.path, hf_config, model, found["unexpected_keys"])
     model = model if placed else model.to(device)
