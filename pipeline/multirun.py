@@ -6,7 +6,6 @@ the first job, so that nothing has been written when a sweep is refused.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.failures import PastHydra
 from pipeline.masking import mask
+from pipeline.store import absolute
 
 
 class SeparateOutputs(Callback):
@@ -69,7 +69,7 @@ def _jobs(config: DictConfig, overrides: list[Override]) -> Iterator[tuple[list[
         for job in BasicSweeper.split_arguments(overrides, max_batch_size=None)[0]:
             job_config = loader.load_sweep_config(config, list(job))
             HydraConfig.instance().set_config(job_config)  # output.dir may ask for ${hydra:...}
-            yield list(job), os.path.abspath(str(job_config.output.dir))
+            yield list(job), absolute(str(job_config.output.dir))
     finally:
         HydraConfig.instance().cfg = before
 
