@@ -32,6 +32,8 @@ class RunningStats(Protocol):
     def kv_use(self) -> float: ...
     @property
     def completion_tokens(self) -> int: ...
+    @property
+    def busy_seconds(self) -> float: ...
 
 
 class Outcome:
@@ -47,6 +49,11 @@ class Outcome:
         self.started = started
         self.rows_before = total_rows - rows_to_do
         self.stopped_by: signal.Signals | str | None = None
+        # how many other workers have the rest
+        self.num_others = 0
+        # whether it was the time limit that left something undone
+        self.out_of_time = False
+        self._is_complete = False
         self.showcase = Showcase(config.report.show_completions)
         self._config = config
         self._rows_to_do = rows_to_do
@@ -64,6 +71,24 @@ class Outcome:
             has_answer = column is not None and column in row.batch.schema.names
             self.showcase.add(request.prompt, completion.text, row.value(column) if has_answer else None)
 
+    def end(
+        self,
+        stopped_by: signal.Signals | str | None,
+        num_others: int,
+        is_complete: bool = False,
+        out_of_time: bool = False,
+    ) -> None:
+        """stopped_by: what ended the work before its time. num_others: workers that make what is left.
+        is_complete: nothing is, whoever made it. out_of_time: it was the time limit that ended the work."""
+        self.stopped_by = stopped_by
+        self._is_complete = is_complete
+        self.num_others = num_others
+        self.out_of_time = out_of_time
+
+    def work(self, engine: RunningStats) -> tuple[int, int, float]:
+        """Rows, completion tokens, and seconds that the engine was busy, so far."""
+        return self._by_reason.total(), self._completion_tokens, engine.busy_seconds
+
     def progress(self, engine: RunningStats) -> ProgressStats:
         return ProgressStats(
             completed_rows=self._by_reason.total(),
@@ -79,7 +104,8 @@ class Outcome:
             output_dir=self._config.output.dir,
             rows_by_reason=dict(self._by_reason),
             rows_before=self.rows_before,
-            rows_left=self._rows_to_do - self._by_reason.total(),
+            rows_left=0 if self._is_complete else max(self._rows_to_do - self._by_reason.total(), 0),
+            num_others=self.num_others,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             seconds=time.time() - self.started,
@@ -96,7 +122,8 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """0 when the job is complete, as the shell counts a signal, or 75 for the same command again."""
+        """0 when the job is complete or others make the rest, as the shell counts a signal, or 75 for the
+        same command again."""
         if isinstance(self.stopped_by, signal.Signals):
             return 128 + self.stopped_by
-        return _EXIT_INCOMPLETE if self.summary().rows_left else 0
+        return _EXIT_INCOMPLETE if self.summary().rows_left and not self.num_others else 0

@@ -53,10 +53,12 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended. Rows, tokens and seconds are this process's; rows_left those of the whole job.
+    """How a run ended. Rows, tokens and seconds are this process's; rows_left those of the whole job, as far
+    as this process knows.
 
-    stopped_by: what ended it before its time, in words. start_up, timeline: in words, None if there was
-    none. steps: None if there was none, or if the engine does not tell.
+    stopped_by: what ended it before its time, in words. num_others: workers that make what is left.
+    start_up, timeline: in words, None if there was none. steps: None if there was none, or if the engine
+    does not tell.
     """
 
     output_dir: str
@@ -67,6 +69,7 @@ class RunSummary:
     completion_tokens: int
     seconds: float
     stopped_by: str | None = None
+    num_others: int = 0
     start_up: str | None = None
     steps: StepTimes | None = None
     timeline: str | None = None
@@ -94,7 +97,7 @@ def closing_summary(run: RunSummary, cost: CostConfig) -> str:
         entries.append(("timeline", run.timeline))
     if run.stopped_by is not None:
         entries.append(("stopped", run.stopped_by))
-    return "\n".join(_table(entries) + _next_steps(run))
+    return "\n".join(_table(entries) + next_steps(run.output_dir, run.rows_left > 0, run.num_others > 0))
 
 
 def _steps(steps: StepTimes) -> str:
@@ -118,13 +121,17 @@ def _rows(run: RunSummary) -> str:
     text = f"{sum(run.rows_by_reason.values()):,} now" + (f" ({by_reason})" if by_reason else "")
     if run.rows_before:
         text += f", {run.rows_before:,} before"
+    if run.num_others:
+        return text + f", the rest is with {run.num_others:,} other worker{'s' if run.num_others > 1 else ''}"
     return text + (f", {run.rows_left:,} to do" if run.rows_left else ", none to do")
 
 
-def _next_steps(run: RunSummary) -> list[str]:
-    folder = run.output_dir
+def next_steps(folder: str, is_left: bool, with_others: bool = False) -> list[str]:
+    """What to do now, a line each. is_left: something is to be made. with_others: by workers that do so."""
     steps = [("as it is", f'pipeline.open_parts("{folder}").to_table()')]
-    if run.rows_left:
+    if with_others:
+        return ["next"] + _table([("how far", f"tokenmill status {folder}"), *steps], indent="  ")
+    if is_left:
         return ["next"] + _table([("go on", "the same command again"), *steps], indent="  ")
     steps += [
         ("prove it", f"tokenmill verify {folder}"),
