@@ -5,9 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pipeline.failures import explain
-from pipeline.output.verify import Verdict, verify
+from pipeline.output.manifest import write_manifest
+from pipeline.output.remote_copy import local_copy, publish, renamed
+from pipeline.output.verdict import Verdict
+from pipeline.output.verify import verify
+
+# Beside job.json, unless another place is asked for.
+_MANIFEST = "manifest.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,18 +22,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         "pipeline.verify", description="Reads source, parts and dataset again and compares them."
     )
     parser.add_argument("dir", help="the job's output.dir")
+    parser.add_argument(
+        "--manifest",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help=f"write what was found, with counts and hashes of each part and file (DIR/{_MANIFEST})",
+    )
     arguments = parser.parse_args(argv)
     try:
-        verdict = verify(arguments.dir)
+        with local_copy(arguments.dir) as job:
+            verdict = verify(job)
+            if arguments.manifest is not None:
+                write_manifest(job, verdict, Path(arguments.manifest or job / _MANIFEST))
+            if arguments.manifest == "":
+                publish(job, arguments.dir, _MANIFEST)
     except (Exception, KeyboardInterrupt) as error:
         return explain(error)
-    print(_render(verdict))
+    print(renamed(_render(verdict), job, arguments.dir))
     return 0 if verdict.complete else 1
 
 
 def _render(verdict: Verdict) -> str:
     found = (
         f"{verdict.num_results:,} results ({verdict.num_errors:,} errors, {verdict.num_skipped:,} skipped)"
+        + (f", {verdict.num_void:,} rows made again or too late" if verdict.num_void else "")
         + (", finalised dataset equal" if verdict.has_dataset and verdict.complete else "")
     )
     if verdict.complete:
