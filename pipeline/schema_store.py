@@ -22,8 +22,11 @@ from pipeline.config import (
     ParquetSource,
     TransformersEngineConfig,
 )
+from pipeline.store import is_remote, local_folder
 
 ASSETS = Path(__file__).resolve().parent / "assets"
+# How a process that starts workers tells each its name.
+WORKER_NAME = "TOKENMILL_WORKER_NAME"
 
 
 def register() -> None:
@@ -46,6 +49,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("worker", worker_name, replace=True)
     OmegaConf.register_new_resolver("bench_size", engine_size, replace=True)
     OmegaConf.register_new_resolver("absolute", os.path.abspath, replace=True)
+    OmegaConf.register_new_resolver("local_folder", local_folder_name, replace=True)
 
 
 def asset_path(name: str) -> str:
@@ -56,8 +60,16 @@ def asset_path(name: str) -> str:
     return str(path)
 
 
+def local_folder_name(directory: str, stage_dir: str | None) -> str:
+    """Where hydra and our log put what they write of a run: its own directory, if that is local."""
+    return str(local_folder(directory, stage_dir)) if is_remote(directory) else directory
+
+
 def worker_name() -> str:
     """A name that no other process writing to the same output directory has."""
+    given = os.environ.get(WORKER_NAME)
+    if given:
+        return given
     array_job, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     if array_job and task:
         return f"{array_job}_{task}"

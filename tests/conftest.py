@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from s3_server import S3Server
 
 from pipeline.config import JobConfig
 
@@ -73,3 +76,26 @@ def command(
 
     yield run
     root.handlers[:], root.level = handlers, level
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    missing = [name for name in ("moto", "flask_cors", "s3fs") if importlib.util.find_spec(name) is None]
+    if missing:
+        reason = f"no {', '.join(missing)}: pip install -e '.[s3-test]'"
+        # For a machine that is to run these tests: without this their absence would go unnoticed.
+        if os.environ.get("TOKENMILL_REQUIRE_S3") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """The server, found by the environment as by any user of s3fs, and a bucket of the test's own."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    s3_server.make_bucket()
+    yield s3_server
+    s3_server.behave()
