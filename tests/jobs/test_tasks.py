@@ -180,7 +180,7 @@ def test_finalize_proves_compacts_and_proves_again(slurm: FakeSlurm) -> None:
     assert [seen.words for seen in slurm.seen()] == [
         [*VERIFY, DIRECTORY],
         ["-m", "pipeline.finalize", DIRECTORY, "--format", "both"],
-        [*VERIFY, DIRECTORY],
+        [*VERIFY, DIRECTORY, "--manifest"],
     ]
 
 
