@@ -6,6 +6,7 @@ its time for, a lost node and a time limit, is started first and looked at last.
 
 from __future__ import annotations
 
+import re
 import stat
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from real_jobs import committed_rows, write_questions
 from pipeline.output.verify import verify
 
 pytestmark = pytest.mark.slurm
+ENDED_BY_TERM = re.compile(r"stopped +by SIGTERM")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STUB = Path(__file__).with_name("stub_run.py")
@@ -182,7 +184,7 @@ def test_an_array_with_a_task_requeued_and_one_cancelled(slurm: SlurmCluster, fo
     assert slurm.job(f"{array}_0").restarts == 1
     assert slurm.job(f"{array}_1").state == "CANCELLED"
     for task in ("_0", "_1"):
-        assert "stopped  by SIGTERM" in job.log(f"{array}{task}"), job.logs()
+        assert ENDED_BY_TERM.search(job.log(f"{array}{task}")), job.logs()
     job.assert_complete()
 
     slurm.until(lambda: slurm.is_over(finalize), 30, "finalize is not over")
@@ -217,7 +219,7 @@ def test_preempted_tasks_come_back(slurm: SlurmCluster, folder: Path) -> None:
     slurm.until(lambda: slurm.is_over(urgent), 40, "the urgent job did not run")
     job.until_over()
     assert [task.restarts for task in slurm.jobs(array)] == [1, 1]
-    assert job.log(f"{array}_0").count("stopped  by SIGTERM") == 1, job.logs()
+    assert len(ENDED_BY_TERM.findall(job.log(f"{array}_0"))) == 1, job.logs()
     job.assert_complete()
 
 
