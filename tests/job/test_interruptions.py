@@ -153,8 +153,10 @@ class Killer:
         """In the close of a part, when the job was told to stop."""
         fault = {"kill_in_close": self._random.randrange(4)}
         arguments = [a for a in self._arguments() if "max_part_bytes" not in a]
+        # Rows of its own: who has written nothing has nothing to close.
+        wanted = max(rows, self.rows + 1)
         running = self._commands.start(*arguments, cwd=self._folder, fault=fault)
-        running.until(lambda: self.rows >= rows)
+        running.until(lambda: self.rows >= wanted)
         running.send(signal.SIGTERM)
         return running.wait().code
 
