@@ -209,6 +209,7 @@ def _serve() -> None:
     import pipeline.finalize
     import pipeline.input.hf
     import pipeline.job
+    import pipeline.prepare
     import pipeline.status
     import pipeline.verify  # noqa: F401
 
