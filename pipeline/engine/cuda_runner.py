@@ -211,7 +211,7 @@ class CudaRunner:
     # ---------------------------------------------------------------- steps that the device makes
 
     def apply(self, changes: StateChanges, sent: torch.Tensor) -> None:
-        """Take in what the host sent of a decode step: int32, as `pack` in cuda_slots laid it."""
+        """Take in what the host sent of a decode step: int32, as `pack` laid it."""
         begin = 0
         if changes.rows is not None:
             begin = len(changes.rows)

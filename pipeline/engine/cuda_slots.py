@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from pipeline.engine.batch import StepInputs
-from pipeline.engine.cuda_graphs import GraphKey
 from pipeline.engine.cuda_runner import CudaRunner, StepShape, pack
 from pipeline.engine.model_runner import StepOutput
 from pipeline.engine.slot_state import SlotMirror
@@ -51,18 +50,15 @@ class CudaBatchSlot:
         self.step = 0
         self.recorded = False
         self.sent = False
-        self.graph: GraphKey | None = None
         self.output: OutputLayout | None = None
         self.num_sampled = 0
-        # By graph, None for steps without one: how many, and their seconds on the device.
-        self.spent: dict[GraphKey | None, tuple[int, float]] = {}
+        # On the device, in steps whose results were taken since the slots were entered.
+        self.busy_seconds = 0.0
 
     def result(self) -> StepOutput:
         """Wait for the copy of the step's result, and for nothing else."""
         self.d2h_done.synchronize()
-        steps, seconds = self.spent.get(self.graph, (0, 0.0))
-        took = self.compute_began.elapsed_time(self.compute_done) / 1e3
-        self.spent[self.graph] = steps + 1, seconds + took
+        self.busy_seconds += self.compute_began.elapsed_time(self.compute_done) / 1e3
         if self.output is None:
             return _NOTHING_SAMPLED
         return self.output.read(self.host_output.numpy(), self.num_sampled)
@@ -111,17 +107,7 @@ class CudaSlots:
     @property
     def busy_seconds(self) -> float:
         """Time the compute stream had a step in work, results taken so far."""
-        return sum(seconds for slot in self._slots for _, seconds in slot.spent.values())
-
-    @property
-    def spent(self) -> dict[GraphKey | None, tuple[int, float]]:
-        """Steps and device seconds by graph since entered; None: steps without one."""
-        total: dict[GraphKey | None, tuple[int, float]] = {}
-        for slot in self._slots:
-            for graph, (steps, seconds) in slot.spent.items():
-                before = total.get(graph, (0, 0.0))
-                total[graph] = before[0] + steps, before[1] + seconds
-        return total
+        return sum(slot.busy_seconds for slot in self._slots)
 
     @torch.inference_mode()
     def launch(self, inputs: StepInputs) -> CudaBatchSlot:
@@ -129,7 +115,7 @@ class CudaSlots:
         runner, slot = self.runner, self._slots[self._num_launched % 2]
         shape = runner.shape_of(inputs)
         self._take_spans_of(slot)
-        slot.step, slot.recorded, slot.graph = self._num_launched, self._records, shape.graph
+        slot.step, slot.recorded = self._num_launched, self._records
         slot.num_sampled = len(inputs.logits_index)
         slot.sent = False
         try:
@@ -238,7 +224,7 @@ class CudaSlots:
         self._num_launched = self.num_sent = 0
         self._spans = []
         for slot in self._slots:
-            slot.spent, slot.recorded = {}, False
+            slot.busy_seconds, slot.recorded = 0.0, False
         # Whose clock is whose: an event whose moment the host knows too.
         event = torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._compute):

@@ -76,7 +76,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {line}"
 
 
-def compile_step(model: Any, backend: str | Callable[..., Any]) -> Callable[..., torch.Tensor]:
+def transformers_step(model: Any) -> Callable[..., torch.Tensor]:
     """(input_ids [T], positions [T], what the attention is handed, logits_index [N]) -> logits [N, V]."""
 
     def step(
@@ -90,6 +90,12 @@ def compile_step(model: Any, backend: str | Callable[..., Any]) -> Callable[...,
             tokenmill=context,
         ).logits[0]
 
+    return step
+
+
+def compile_step(model: Any, backend: str | Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """`transformers_step` as one compiled graph."""
+    step = transformers_step(model)
     # The compiler counts how often a code object was compiled and gives up at a limit: one for each model.
     own = FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
     # Not mode="reduce-overhead": the engine captures its graphs itself.

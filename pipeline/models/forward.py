@@ -6,12 +6,16 @@ Knows the three; refuses to know buffers and graphs. For GPUs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from pipeline.models.attention import AttentionOptions
-from pipeline.models.compiled import CompileRefused, Forward, PromptKernels, compile_forward
+from pipeline.models.compiled import (
+    CompileRefused,
+    Forward,
+    PromptKernels,
+    compile_forward,
+    transformers_step,
+)
 from pipeline.models.cuda_attention import CudaAttentionContext
 from pipeline.models.fused import FusedContext, FusedModel, fuse, why_not_fused
 from pipeline.models.load import LoadedModel
@@ -35,7 +39,7 @@ def make_forward(
     not_fused = why_not_fused(loaded.model) if fused else "switched off"
     if not_fused is None:
         return _fused_forward(fuse(loaded.model)), "fused"
-    eager, words = _transformers_forward(loaded.model), f"transformers' modules (not fused: {not_fused}"
+    eager, words = transformers_step(loaded.model), f"transformers' modules (not fused: {not_fused}"
     if compiled is False:
         return eager, f"{words}; not compiled: switched off)"
     try:
@@ -47,24 +51,6 @@ def make_forward(
                 f"{error}; use engine.compile=null or false"
             ) from error
         return eager, f"{words}; not compiled: {error})"
-
-
-def _transformers_forward(model: Any) -> Forward:
-    def forward(
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: CudaAttentionContext,
-        logits_index: torch.Tensor,
-    ) -> torch.Tensor:
-        return model(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=logits_index,
-            tokenmill=context,
-        ).logits[0]
-
-    return forward
 
 
 def _fused_forward(fused: FusedModel) -> Forward:

@@ -78,14 +78,14 @@ def cpu_step(
 def test_a_family_is_one_graph(name: str) -> None:
     loaded = load(name)
     step = compile_step(loaded.model, "eager")
-    expected = forward._transformers_forward(loaded.model)(*cpu_step(loaded, 21))  # type: ignore[arg-type]
+    expected = forward.transformers_step(loaded.model)(*cpu_step(loaded, 21))  # type: ignore[arg-type]
     torch.testing.assert_close(step(*cpu_step(loaded, 21)), expected)
 
 
 def test_one_compilation_for_all_sizes() -> None:
     """One token, one row, as many tokens as rows, caches of any size: one graph."""
     loaded = load("Gemma 2")
-    eager = forward._transformers_forward(loaded.model)
+    eager = forward.transformers_step(loaded.model)
     counter = CompileCounterWithBackend("eager")
     step = compile_forward(loaded, BLOCK_SIZE, eager, {}, counter)
     for lens in ([1], [2], [1, 1], [16], [1, 3], [1] * 16, [1, 1, 20]):
@@ -131,7 +131,7 @@ class Unwilling:
 def test_refused_with_the_reason(wrong: bool, said: str) -> None:
     loaded = load("Phi-3")
     with pytest.raises(CompileRefused, match=said):
-        compile_forward(loaded, BLOCK_SIZE, forward._transformers_forward(loaded.model), {}, Unwilling(wrong))
+        compile_forward(loaded, BLOCK_SIZE, forward.transformers_step(loaded.model), {}, Unwilling(wrong))
 
 
 class TestMakeForward:
@@ -165,7 +165,7 @@ class TestMakeForward:
 def test_inductor_computes_the_same() -> None:
     """The real compiler: the cache is written in place and nothing is reordered around the operator."""
     loaded = load("Gemma 2")
-    eager = forward._transformers_forward(loaded.model)
+    eager = forward.transformers_step(loaded.model)
     step = compile_forward(loaded, BLOCK_SIZE, eager, {})
     kept = small_step(loaded, BLOCK_SIZE, [1, 1, 5], {})
     right: tuple[Any, Any, CudaAttentionContext, Any] = small_step(loaded, BLOCK_SIZE, [1, 1, 5], {})
